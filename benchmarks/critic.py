@@ -37,7 +37,7 @@ from grpolab.env.guess import GuessEnv
 from grpolab.models import Policy
 from grpolab.runs.run import seed_everything
 from grpolab.train import Critic, CriticConfig, GRPOConfig, Limits, RewardModel, SFTConfig, multi_turn_grpo, sft
-from grpolab.train.multiturn import demonstrate, play_all
+from grpolab.train.episodes import demonstrate, play_all
 
 RESULTS = Path(__file__).parent / "results" / "critic.json"
 COMMAND = "OMP_NUM_THREADS=1 python benchmarks/critic.py"

@@ -28,7 +28,7 @@ from grpolab.files import atomic_write
 from grpolab.lab.diagnose import diagnose
 from grpolab.models.load import Policy
 from grpolab.train import GRPOConfig, SFTConfig, demonstrations, finished_and_correct, grpo, multi_turn_grpo, sft
-from grpolab.train.multiturn import Limits, demonstrate
+from grpolab.train.episodes import Limits, demonstrate
 
 RECORD = Path(__file__).parent.parent / "tests" / "recorded_runs.json"
 COLUMNS = ("step", "reward", "uninformative", "all_wrong", "all_right", "completion_length", "truncated", "ratio_max",

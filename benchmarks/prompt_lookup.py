@@ -25,7 +25,7 @@ from grpolab.chat import prompt_ids
 from grpolab.env.calculator import CalculatorEnv
 from grpolab.env.server import serve
 from grpolab.train import SFTConfig, sft
-from grpolab.train.multiturn import Limits, demonstrate, play_all
+from grpolab.train.episodes import Limits, demonstrate, play_all
 
 RESULTS = Path(__file__).parent / "results" / "prompt_lookup.json"
 COMMAND = "OMP_NUM_THREADS=2 python benchmarks/prompt_lookup.py"

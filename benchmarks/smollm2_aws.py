@@ -44,7 +44,8 @@ from grpolab.evaluate import mean_interval, share_interval  # noqa: E402
 from grpolab.runs.run import Run  # noqa: E402
 from grpolab.runs.selection import Selection  # noqa: E402
 from grpolab.train import GRPOConfig, SFTConfig, demonstrations, sft  # noqa: E402
-from grpolab.train.multiturn import Limits, multi_turn_grpo, play_all  # noqa: E402
+from grpolab.train.episodes import Limits, play_all  # noqa: E402
+from grpolab.train.multiturn import multi_turn_grpo  # noqa: E402
 
 COMMAND = "OMP_NUM_THREADS=1 python benchmarks/smollm2_aws.py short 0 1"
 RESULTS = HERE / "results" / "smollm2_aws.json"

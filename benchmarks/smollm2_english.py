@@ -48,7 +48,7 @@ from grpolab.train import DPOConfig, GRPOConfig, RewardConfig, SFTConfig, dpo, r
 from grpolab.train.preferences import Pair, pairs_by_reward, read_pairs, write_pairs  # noqa: E402
 from grpolab.train.reference import cache_logps  # noqa: E402
 from grpolab.train.reward_model import RewardModel  # noqa: E402
-from grpolab.train.rewards import Faults, sample_and_score  # noqa: E402
+from grpolab.train.rewards import sample_and_score  # noqa: E402
 
 COMMAND = "OMP_NUM_THREADS=1 python benchmarks/smollm2_english.py 0 1 2"
 RESULTS = HERE / "results" / "smollm2_english.json"
@@ -60,14 +60,14 @@ SETTINGS = {
     "command": COMMAND, "model": runs.MODEL, "dtype": runs.DTYPE, "new_tokens": 64, "temperature": 0.7,
     "adapter": {"rank": 16, "alpha": 32.0, "target": (*ATTENTION, "gate_proj", "up_proj", "down_proj")},
     "samples": {"group_size": 6, "held_out_group_size": 4, "pairs_per_prompt": 2},
-    "sft": {"steps": 40, "batch_size": 16, "lr": 2e-4, "warmup": 5, "schedule": "cosine", "pack_width": 256},
+    "sft": {"steps": 40, "batch_size": 16, "lr": 2e-4, "warmup": 5, "schedule": "cosine"},
     "dpo": {"steps": 40, "batch_size": 16, "lr": 1e-4, "warmup": 5, "schedule": "cosine", "beta": 0.1},
     "reward": {"steps": 40, "batch_size": 16, "lr": 1e-4, "warmup": 5, "schedule": "cosine"},
     # As in earlier records: the sampler rounds W + s B A to bf16, so the ratios are to the trainer's own log-probs.
     "grpo": {"steps": 24, "prompts_per_step": 8, "group_size": 8, "lr": 3e-4, "warmup": 3, "schedule": "cosine",
              "sampler_cap": 2.0, "max_logp_diff": (0.5, 5.0)},
     "rejection": {"rounds": 2, "group_size": 8, "kept_per_prompt": 2,
-                  "sft": {"steps": 20, "batch_size": 16, "lr": 2e-4, "warmup": 3, "schedule": "cosine", "pack_width": 256}},
+                  "sft": {"steps": 20, "batch_size": 16, "lr": 2e-4, "warmup": 3, "schedule": "cosine"}},
 }
 BUDGET = {"token_budget": 2048}
 
@@ -83,7 +83,7 @@ async def sampled(policy, rows: Sequence[dict], group_size: int, seed: int) -> l
     how = {"temperature": SETTINGS["temperature"], "max_new_tokens": SETTINGS["new_tokens"]}
     async with Sampler(policy) as sampler:
         return await sample_and_score(policy, sampler, rows, prompts, group_size, SamplingParams(seed=seed, **how),
-                                      share_kept, Faults())
+                                      share_kept, [])
 
 
 async def measure(policy) -> dict:

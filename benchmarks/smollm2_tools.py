@@ -44,7 +44,7 @@ from grpolab.runs.run import Run  # noqa: E402
 from grpolab.runs.selection import Selection  # noqa: E402
 from grpolab.tool_calls import ToolCall, parse_calls, write_calls  # noqa: E402
 from grpolab.train import GRPOConfig, SFTConfig, multi_turn_grpo, sft  # noqa: E402
-from grpolab.train.multiturn import Limits, demonstrate, play_all  # noqa: E402
+from grpolab.train.episodes import Limits, demonstrate, play_all  # noqa: E402
 from grpolab.train.tools import Tools  # noqa: E402
 
 COMMAND = "OMP_NUM_THREADS=1 python benchmarks/smollm2_tools.py 0 1 2"

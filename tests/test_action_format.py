@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from grpolab.env.action_format import MCP, TEXT, ActionFormat, Malformed, describe_tool, tool_call, tool_calls, tool_text
+from grpolab.env.action_format import MCP, TEXT, ActionFormat, describe_tool, told, tool_call, tool_calls, tool_text
 from grpolab.env.protocol import InvalidAction, ServerError, SessionLost, StepResult
 
 
@@ -109,13 +109,15 @@ class FailingSlot:
         raise self.fault
 
 
-@pytest.mark.parametrize("fault, malformed", [
-    (InvalidAction("number: not an int"), Malformed("error: number: not an int")),
+@pytest.mark.parametrize("fault, why, ended", [
+    (InvalidAction("number: not an int"), "number: not an int", False),
     (SessionLost("Unable to serialize unknown type: <class 'ValueError'> (SESSION_ERROR)"),
-     Malformed("a value that the environment does not accept", ended=True)),
+     "a value that the environment does not accept", True),
 ])
-def test_what_says_that_an_action_was_malformed(fault, malformed):
-    assert asyncio.run(TEXT.act(FailingSlot(fault), "x")) == malformed
+def test_what_says_that_an_action_was_malformed(fault, why, ended):
+    with pytest.raises(InvalidAction) as malformed:
+        asyncio.run(TEXT.act(FailingSlot(fault), "x"))
+    assert (str(malformed.value), isinstance(malformed.value.__cause__, SessionLost)) == (why, ended)
 
 
 @pytest.mark.parametrize("fault", [ServerError("boom", "EXECUTION_ERROR"), SessionLost("gone"), TypeError("a bug")], ids=repr)
@@ -125,6 +127,5 @@ def test_other_failures_are_not_taken_for_a_malformed_action(fault):
 
 
 def test_what_the_policy_is_told_is_bounded():
-    answer = asyncio.run(TEXT.act(FailingSlot(InvalidAction("x" * 10**6)), "x"))
-    assert len(answer.why) < 600 and answer.why.endswith("...")
+    assert len(told("x" * 10**6)) < 600 and told("x" * 10**6).endswith("...")
     assert len(json.dumps(tool_text({"tool_name": "a", "error": {"message": "x" * 10**6}}))) < 600

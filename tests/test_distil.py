@@ -14,8 +14,9 @@ from grpolab.rollouts import Rollout
 from grpolab.runs.run import Run
 from grpolab.tasks import prompt_of
 from grpolab.train import SFTConfig, demonstrations, sft
-from grpolab.train.distil import DistilConfig, _as_rollout, distil, distil_gradient
+from grpolab.train.distil import DistilConfig, distil, distil_gradient
 from grpolab.train.grpo import trainer_logps
+from grpolab.train.logps import as_rollouts
 from grpolab.train.losses import divergence
 from grpolab.train.sft import sft_gradient
 
@@ -151,7 +152,7 @@ def test_the_teachers_own_tokens_teach_as_sft_does(student):
     examples = examples_of(student)
     sft_gradient(student, examples, SFTConfig(), denominator=sum(sum(e.mask) for e in examples))
     wanted = torch.cat([p.grad.flatten() for p in student.model.parameters()])
-    rollouts = [_as_rollout(e) for e in examples]
+    rollouts = as_rollouts(examples)
     for options in ({}, {"token_budget": 1}):
         _, ours = gradient(student, None, rollouts, vocabulary="sampled", **options)
         assert (ours - wanted).norm() < 1e-4 * wanted.norm() and wanted.norm() > 0.1
@@ -160,10 +161,8 @@ def test_the_teachers_own_tokens_teach_as_sft_does(student):
 def test_examples_of_several_turns_keep_their_masks(student):
     talk = [*user("2 + 3?"), {"role": "assistant", "content": "5"}, *user("4 + 4?"), {"role": "assistant", "content": "8"}]
     example = encode_chat(student.tokenizer, talk)
-    made = _as_rollout(example)
+    (made,) = as_rollouts([example])
     assert made.prompt + made.tokens == example.ids and made.mask[0] == 1 and sum(made.mask) == sum(example.mask)
-    with pytest.raises(ValueError, match="no token to train on"):
-        _as_rollout(dataclasses.replace(example, mask=(0,) * len(example.ids)))
 
 
 # --- the loop ---------------------------------------------------------------------------------------------------------
@@ -272,6 +271,9 @@ def test_bad_input_is_refused_before_anything_is_sampled(student, teacher):
     for on_policy, examples in ((0.5, ()), (1.0, examples_of(student))):
         with pytest.raises(ValueError, match=f"on_policy={on_policy} with {len(examples)} of them"):
             rows_of(distil(student, teacher, PROBLEMS, dataclasses.replace(CONFIG, on_policy=on_policy), examples=examples))
+    silent = dataclasses.replace(examples_of(student)[0], mask=(0,) * len(examples_of(student)[0].ids))
+    with pytest.raises(ValueError, match="example 0 has no token to train on"):
+        rows_of(distil(student, teacher, PROBLEMS, dataclasses.replace(CONFIG, on_policy=0.5), examples=[silent]))
 
     async def scores(theirs):
         raise AssertionError("asked")

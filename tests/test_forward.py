@@ -55,6 +55,15 @@ def assert_same(ours, theirs):
             torch.testing.assert_close(grads[name], g, atol=1e-10, rtol=1e-10, msg=lambda m, n=name: f"{n}: {m}")
 
 
+def plain_states(policy, line):
+    """The states that predict the chosen tokens, of each rollout alone by the model's own decoder."""
+    states = []
+    for r in line.rollouts:
+        hidden = policy.model.get_decoder()(torch.tensor([r.prompt + r.tokens]), use_cache=False).last_hidden_state[0]
+        states += [hidden[len(r.prompt) + i - 1] for i, m in enumerate(r.mask) if m]
+    return torch.stack(states)
+
+
 def whole(*lengths, first=5):
     """A layout of sequences whose every state is asked for."""
     rollouts = [given((first + i,), tuple((7 * i + j) % 23 + 30 for j in range(n)), (1,) * n) for i, n in enumerate(lengths)]
@@ -67,8 +76,8 @@ def test_value_and_gradient_are_the_models_own(name):
     assert forward.readable(policy.model)
     line, results = whole(14, 3, 9), []
     pull = torch.randn(26, 32, dtype=torch.float64)
-    for way in ("unpadded", "rows", "alone"):
-        hidden = rollout_states(policy, line, way=way)
+    for way in ("unpadded", "rows", "plain"):
+        hidden = plain_states(policy, line) if way == "plain" else rollout_states(policy, line, way=way)
         (hidden * pull).sum().backward()
         results.append((hidden.detach(), gradients(policy)))
     assert_same(results[0], results[2])
@@ -92,8 +101,14 @@ def test_shared_prompts_without_padding_equal_the_models_own_rows(name, share, m
             mask = tuple(int(i != 1) for i in range(len(tokens)))
             rollouts.append(given(prompt, tokens, mask))
     shape, results = collate(rollouts, torch.zeros(13)).mask.shape, []
-    for way in ("unpadded", "rows", "alone"):
-        values, _ = rollout_logps(policy, lay_out(rollouts, share=share), shape, 0.7, way=way)
+    line = lay_out(rollouts, share=share)
+    for way in ("unpadded", "rows", "plain"):
+        if way == "plain":
+            p = (policy.model.lm_head(plain_states(policy, line)) / 0.7).log_softmax(-1)
+            chosen = p.gather(1, line.target[:, None]).squeeze(1)
+            values = chosen.new_zeros(shape).index_put((line.row, line.column), chosen)
+        else:
+            values, _ = rollout_logps(policy, line, shape, 0.7, way=way)
         (values * torch.linspace(-1, 1, values.numel(), dtype=torch.float64).view(shape)).sum().backward()
         results.append((values.detach(), gradients(policy)))
     for found in results[:-1]:
@@ -144,7 +159,7 @@ def test_a_token_that_nothing_comes_before_has_no_logp():
     with pytest.raises(ValueError, match="empty prompt"):
         lay_out([other, first])
     for mask, kept in (((0, 1), 1), ((0, 0), 0)):
-        for way in ("unpadded", "rows", "alone"):
+        for way in ("unpadded", "rows"):
             line = lay_out([dataclasses.replace(first, mask=mask)])
             assert rollout_logps(policy, line, (1, 2), 1.0, way=way)[0].count_nonzero() == kept
 
@@ -194,6 +209,6 @@ def test_products_in_bf16_have_few_numbers_of_rows(tiny, monkeypatch):
     lambda m: m.model.layers[1].mlp.register_full_backward_hook(lambda *_: None),
     lambda m: setattr(m.model.layers[1], "forward", lambda *a, **k: None)])
 def test_other_attention_dropout_and_altered_models_keep_their_own_forward(tiny, change):
-    assert forward.readable(tiny.model) and way_of(tiny, "examples") == "unpadded"
+    assert forward.readable(tiny.model) and way_of(tiny, "rollouts") == "unpadded"
     change(tiny.model)
-    assert not forward.readable(tiny.model) and way_of(tiny, "examples") == "rows"
+    assert not forward.readable(tiny.model) and way_of(tiny, "rollouts") == "rows"

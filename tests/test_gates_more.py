@@ -112,13 +112,15 @@ def one_account_for_all(monkeypatch):
 
 def take_them_at_their_word(monkeypatch):
     """A line that is no command earns the reward."""
-    honest = environment.AwsEnv._after
+    honest = environment.AwsEnv._run
 
-    def after(self, output):
-        honest(self, output)
-        self._achieved = self._achieved or output.call is None
+    def run(self, command):
+        output = honest(self, command)
+        if output.call is None and not self._done:  # of an episode, not of its set-up
+            self._grade = environment.Grade(True, 1.0, ())
+        return output
 
-    monkeypatch.setattr(environment.AwsEnv, "_after", after)
+    monkeypatch.setattr(environment.AwsEnv, "_run", run)
 
 
 # --- 14 tools ---------------------------------------------------------------------------------------------------------

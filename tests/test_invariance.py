@@ -141,20 +141,6 @@ def test_what_is_masked_moves_nothing_whatever_it_holds():
             assert loss2 == loss and torch.equal(grad2, grad), (kind, junk)
 
 
-def test_masked_hidden_states_are_not_even_read():
-    """The head is applied only where the mask asks: NaN in every other hidden state reaches nothing."""
-    b, (embedding, head) = make_batch(), make_parameters()
-    hidden = embedding[b["ids"]].detach()
-    unused = torch.nn.functional.pad(b["mask"], (0, 1))[:, 1:] == 0  # column t of the mask asks for hidden state t - 1
-    for chunk in (None, 3):
-        results = []
-        for h in (hidden, hidden.masked_fill(unused[..., None], float("nan"))):
-            logps = token_logps(h.requires_grad_(), head, b["ids"], b["mask"], chunk=chunk)
-            results.append((logps.detach(), *torch.autograd.grad(logps.sum(), (h, head))))
-        for clean, dirty in zip(*results):
-            assert torch.equal(clean, dirty) and clean.abs().max() > 0
-
-
 def test_the_end_token_is_trained_for_every_eos_id_and_also_where_pad_is_eos():
     """Rollouts that stop on different eos ids, laid out with pad ids that are one of them."""
     eos, prompt = (1, 2), (5, 6, 7)

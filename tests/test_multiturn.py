@@ -29,9 +29,9 @@ from grpolab.env.server import serve
 from grpolab.runs.run import Run
 from grpolab.train import multiturn
 from grpolab.train.advantages import advantages, reward_tensor
-from grpolab.train.episodes import as_groups
+from grpolab.train.episodes import Limits, as_groups, demonstrate, evaluate_episodes, play_all
 from grpolab.train.grpo import GRPOConfig, grpo_gradient
-from grpolab.train.multiturn import Limits, demonstrate, evaluate_episodes, multi_turn_grpo, play_all
+from grpolab.train.multiturn import multi_turn_grpo
 from grpolab.train.sft import SFTConfig, sft
 
 PROBLEMS = [Problem(a, "+", b) for a in range(4) for b in range(4)]
@@ -283,7 +283,7 @@ def test_a_lost_episode_abstains_and_its_slot_goes_on(learner):
 
 
 def test_too_few_episodes_are_an_error_and_not_a_small_step(caller):
-    with pytest.raises(GroupFailed, match="0 of 3 episodes finished"):
+    with pytest.raises(GroupFailed, match="0 of 3 rollouts finished"):
         run(played(caller, lambda: Faulty(CalculatorEnv(), faults={1: "raise"}), PROBLEMS[:3], on_failure="drop", min_group=1))
 
 

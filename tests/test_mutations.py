@@ -31,8 +31,6 @@ LOSSES = [
      "with torch.autocast(h.device.type, enabled=False):\n                if", "if True:\n                if"),
     ("no_tensor_of_all_logits_exists_in_the_forward_or_the_backward",
      "zip(hidden.split(chunk), targets.split(chunk))", "((hidden, targets),)"),
-    ("masked_hidden_states_are_not_even_read",
-     "mask.flatten().nonzero().squeeze(1)", "mask.new_ones(mask.numel()).nonzero().squeeze(1)[1:]"),
     ("half_precision_products_are_normalised_in_fp32",
      "entropies, dtype = [], [], torch.promote_types(logits.dtype, torch.float32)", "entropies, dtype = [], [], logits.dtype"),
     ("entropy_comes_with_the_logps_and_carries_no_gradient",

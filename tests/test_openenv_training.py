@@ -13,10 +13,10 @@ from loop_helpers import fresh, rows_of
 from grpolab.chat import encode_chat
 from grpolab.decode.sampler import Sampler
 from grpolab.decode.sampling import SamplingParams
-from grpolab.env.action_format import MCP, TEXT, Malformed
+from grpolab.env.action_format import MCP, TEXT
 from grpolab.env.client import EnvSession
 from grpolab.env.pool import GrpoPool
-from grpolab.env.protocol import ServerError
+from grpolab.env.protocol import InvalidAction, ServerError
 from grpolab.train.episodes import Limits, play_all
 from grpolab.train.grpo import GRPOConfig
 from grpolab.train.multiturn import multi_turn_grpo
@@ -150,8 +150,10 @@ async def test_what_the_tools_server_says(tools_url):
         for text, told in (('{"name": "add", "arguments": {"a": 2, "b": 3}}', "5"),
                            ('{"name": "nope"}', "error: Unknown tool: 'nope'")):
             assert MCP.texts(await MCP.act(session, text)) == [told]
-        assert (await MCP.act(session, '{"name": "add", "arguments": 3}')).why.startswith("error: write one tool call")
-        assert isinstance(await MCP.act(session, '{"name": "\\ud800"}'), Malformed)
+        with pytest.raises(InvalidAction, match="write one tool call"):
+            await MCP.act(session, '{"name": "add", "arguments": 3}')
+        with pytest.raises(InvalidAction):
+            await MCP.act(session, '{"name": "\\ud800"}')
         assert MCP.texts(await MCP.act(session, '{"name": "add"}'))[0].startswith("error: ")
         assert (await session.state())["step_count"] == 3
 

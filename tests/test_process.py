@@ -189,6 +189,14 @@ def test_a_server_that_gives_no_address_is_an_error(command):
     assert children() <= before
 
 
+def test_a_command_keeps_its_exit_status_where_there_is_no_proc():
+    """As on macOS."""
+    script = ("import os, sys; from grpolab.env import child_processes; sys.platform, os.listdir = 'darwin', None;"
+              "sys.exit(child_processes.main(['sh', '-c', 'exit 3']))")
+    with subprocess.Popen([sys.executable, "-c", script], stdin=subprocess.PIPE, cwd=ROOT) as guard:
+        assert guard.wait(SOON) == 3
+
+
 @BOTH
 async def test_an_environment_gets_its_arguments(isolate):
     async with serve(EchoEnv, isolate=isolate, arguments={"resource": {"a": 1}}) as server, EnvSession(server.url) as session:

@@ -18,7 +18,7 @@ from grpolab.runs.rollout_log import COLUMNS
 from grpolab.runs.run import Run
 from grpolab.train import Several, grpo, trl_reward
 from grpolab.train.advantages import advantages, reward_tensor
-from grpolab.train.rewards import Faults, score, scored
+from grpolab.train.rewards import score, scored
 
 
 @pytest.fixture
@@ -50,7 +50,7 @@ class Lengths:
 
 
 def totals(tiny, reward, *texts):
-    groups = asyncio.run(scored(tiny, [{}], [group_of(tiny, *texts)], reward, Faults()))
+    groups = asyncio.run(scored(tiny, [{}], [group_of(tiny, *texts)], reward, []))
     return groups[0].rewards, [dict(r.parts) for r in groups[0]]
 
 
@@ -73,7 +73,7 @@ def test_a_group_without_a_difference_in_success_teaches_nothing_unless_it_is_as
     a = {}
     for how in ("gated", "sum"):
         several = Several(rewards, how)
-        done = asyncio.run(scored(tiny, [{}] * 3, groups, several, Faults()))
+        done = asyncio.run(scored(tiny, [{}] * 3, groups, several, []))
         a[how] = several.advantages(done, "centred")
     plain = advantages(reward_tensor([g.rewards for g in done]))
     assert a["sum"] is None and a["gated"][:2].abs().max() == 0 and torch.equal(a["gated"][2], plain[2])
@@ -100,16 +100,16 @@ def test_who_abstains(tiny):
 def test_normalised_then_summed_is_the_papers_formula(tiny):
     several = Several({"right": (right, 1.0), "length": (Lengths(), 0.5)}, "normalise_then_sum")
     texts = ["7", "71", "abc", "abcde"], ["a", "b", "c", "defg"]
-    groups = asyncio.run(scored(tiny, [{}, {}], [group_of(tiny, *of) for of in texts], several, Faults()))
+    groups = asyncio.run(scored(tiny, [{}, {}], [group_of(tiny, *of) for of in texts], several, []))
     table = torch.tensor([[[r.parts["right"], r.parts["length"]] for r in g] for g in groups])  # (B, G, 2)
     normal = (table - table.mean(1, keepdim=True)) / (table.std(1, keepdim=True) + 1e-4)
     a = (normal * torch.tensor([1.0, 0.5])).sum(-1)
     expected = (a - a.mean()) / (a.std() + 1e-4)
     assert several.advantages(groups, "centred") == pytest.approx(expected.double(), abs=1e-5)
-    short = asyncio.run(scored(tiny, [{}], [group_of(tiny, "7", "71", "abc")], several, Faults()))
+    short = asyncio.run(scored(tiny, [{}], [group_of(tiny, "7", "71", "abc")], several, []))
     rewards = {"right": (lambda text, *_: None if text == "abcde" else right(text, *_), 1.0), "length": (Lengths(), 0.5)}
     abstained = Several(rewards, "normalise_then_sum")
-    groups = asyncio.run(scored(tiny, [{}], [group_of(tiny, "7", "71", "abc", "abcde")], abstained, Faults()))
+    groups = asyncio.run(scored(tiny, [{}], [group_of(tiny, "7", "71", "abc", "abcde")], abstained, []))
     a = abstained.advantages(groups, "centred")  # who abstains moves nobody
     assert a[0, 3] == 0 and torch.equal(a[:, :3], several.advantages(short, "centred"))
 
@@ -204,7 +204,7 @@ def test_messages_are_answered_by_messages_and_async_functions_are_awaited(tiny)
     rows = [{"prompt": [{"role": "user", "content": "say x"}]}]
     for function in (reward, Awaited()):
         several = Several({"x": (trl_reward(function), 1.0)})
-        assert asyncio.run(scored(tiny, rows, [group_of(tiny, "x", "y")], several, Faults()))[0].rewards == [1.0, 0.0]
+        assert asyncio.run(scored(tiny, rows, [group_of(tiny, "x", "y")], several, []))[0].rewards == [1.0, 0.0]
     with pytest.raises(TypeError, match="mappings"):
         score(tiny, ["x"], [group_of(tiny, "x")], trl_reward(lambda **_: [1.0]))
     rows = train(tiny, reward=trl_reward(lambda prompts, completions, answer, **_: [

@@ -18,7 +18,7 @@ from grpolab.models.load import load_policy
 from grpolab.rollouts import Group, Rollout
 from grpolab.runs.run import Run
 from grpolab.train import GRPOConfig, grpo, grpo_from
-from grpolab.train.rewards import Faults, finished_and_correct, sample_and_score
+from grpolab.train.rewards import finished_and_correct, sample_and_score
 from grpolab.train.sources import StepGroups
 
 ROWS = [{"prompt": f"What is {a} + 2?", "answer": a + 2} for a in range(6)]
@@ -163,7 +163,7 @@ def test_slow_rewards_overlap_with_each_other_and_with_decoding(tiny):
         async with Sampler(tiny, slots=4) as sampler:
             prompts = [prompt_ids(tiny.tokenizer, row["prompt"]) for row in ROWS]
             params = SamplingParams(max_new_tokens=200, seed=0, ignore_eos=True)
-            return await sample_and_score(tiny, sampler, ROWS, prompts, 2, params, judge, Faults())
+            return await sample_and_score(tiny, sampler, ROWS, prompts, 2, params, judge, [])
 
     groups = asyncio.run(run())
     waited, until = 0.0, 0.0

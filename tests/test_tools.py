@@ -16,7 +16,7 @@ from grpolab.decode.sampling import SamplingParams
 from grpolab.env.client import Deadlines
 from grpolab.env.guess import GuessEnv
 from grpolab.env.pool import GrpoPool
-from grpolab.env.protocol import DeadlineExceeded, FactoryError, ServerError
+from grpolab.env.protocol import DeadlineExceeded, FactoryError, InvalidAction, ServerError
 from grpolab.tool_calls import ToolCall, write_calls
 from grpolab.train.episodes import Limits, demonstrate
 from grpolab.train.grpo import GRPOConfig
@@ -53,12 +53,19 @@ def call(tool, /, **arguments):
 
 
 async def turns_of(tools, tokenizer, *texts, task=None):
-    """What the environment says to each text, in one episode on a pool of one."""
+    """What the environment says to each text, in one episode on a pool of one; an InvalidAction where it is no action."""
     form = tools.action_format(tokenizer)
+
+    async def said(slot, text):
+        try:
+            return await form.act(slot, text)
+        except InvalidAction as fault:
+            return fault
+
     async with GrpoPool(tools, size=1) as pool:
         slot = pool.slots[0]
         await slot.reset(task=task or {"prompt": "Where?", "answer": "12"}, seed=3)
-        return [await form.act(slot, text) for text in texts], form
+        return [await said(slot, text) for text in texts], form
 
 
 def test_schemas_are_read_from_the_functions():
@@ -174,7 +181,7 @@ def test_one_call_a_turn_where_the_template_knows_no_more(tiny):
     tokenizer.chat_template = CHAT_TEMPLATE.replace("{% if message['role']", "{{ loop.length }}{% if message['role']")
     with pytest.raises(ValueError, match="rewrites earlier turns"):
         Tools([room], right).action_format(tokenizer)
-    assert refused.why == "error: this turn has 2 calls, and a turn can have 1; none was made" and made.metadata["calls"] == 1
+    assert str(refused) == "this turn has 2 calls, and a turn can have 1; none was made" and made.metadata["calls"] == 1
 
 
 def test_results_are_bounded_text_and_what_is_no_text_is_json(tiny):
@@ -188,7 +195,7 @@ def test_results_are_bounded_text_and_what_is_no_text_is_json(tiny):
 def test_a_call_that_cannot_be_read_is_told_and_not_made(tiny):
     cut = call("room", name="Ann") + "<tool_call>"
     (malformed, last), _ = asyncio.run(turns_of(Tools([room], right), tiny.tokenizer, cut, "x"))
-    assert "cannot be read" in malformed.why and last.metadata == {"calls": 0, "tool_errors": 0}
+    assert "cannot be read" in str(malformed) and last.metadata == {"calls": 0, "tool_errors": 0}
 
 
 class Notes:

@@ -126,9 +126,7 @@ def test_no_method_computes_padding(tiny, monkeypatch):
     own = forward.states
     monkeypatch.setattr(forward, "states", lambda decoder, ids, *rest: seen.append(len(ids)) or own(decoder, ids, *rest))
     examples = [Example(tuple(range(6, 6 + n)), (0,) * (n - 2) + (1, 1)) for n in (3, 40, 11, 90)]
-    with pytest.warns(FutureWarning, match="pack_width changes nothing .* leave it out"):
-        config = SFTConfig(pack_width=160)
-    sft_gradient(tiny, examples, config)
+    sft_gradient(tiny, examples, SFTConfig())
     assert seen == [3 + 40 + 11 + 90 - 4]
     seen.clear()
     pairs = [Pair((5,) * n, Example((6, 7, 8, 9), (1,) * 4), Example((6, 7, 7), (1,) * 3)) for n in (1, 30)]

@@ -49,7 +49,7 @@ FAMILIES = {
     "gemma3": ("gemma3_text", SMALL | MIXED | EIGHT, "rows rows rows"),
     "olmo3": ("olmo3", SMALL | MIXED, "rows rows rows"),
     "phi3": ("phi3", SMALL | WINDOW, "rows rows rows"),
-    "longrope": ("phi3", SMALL | LONGROPE, "alone alone alone"),
+    "longrope": ("phi3", SMALL | LONGROPE, "refused refused refused"),  # beyond its context other lengths are other functions
     "gpt2": ("gpt2", GPT, "rows rows rows"),
     "opt": ("opt", OPT, "rows rows rows"),
     "gpt_neo": ("gpt_neo", NEO, "- rows rows"),  # its local attention counts columns
@@ -106,7 +106,7 @@ def check_sft(policy, bound):
     draw = draws()
     examples = [Example(draw(n), (0,) + (1,) * (n - 1)) for n in (9, 25, 31, 14, 40, 22, 7, 50)]
     config = SFTConfig()
-    verify_forward(policy, config, 50, "examples")
+    verify_forward(policy, config, 50)
     for e in examples:
         (-plain_logps(policy, e.ids[:1], e.ids[1:]).sum() / sum(len(e.ids) - 1 for e in examples)).backward()
     own = gradient(policy)
@@ -146,9 +146,9 @@ def test_what_a_loop_trains_on_is_the_models_own_forward_or_it_is_refused(tiny, 
     """Gradients of packed SFT, DPO and GRPO against plain forwards of one sequence each, written here."""
     policy = policy_of(tiny, name, attention)
     if way == "refused":
-        for what, config in (("examples", SFTConfig()), ("rollouts", GRPOConfig())):
-            with pytest.raises(ValueError, match="changes its logits after the head"):
-                verify_forward(policy, config, 50, what)
+        why = "no forward of the trainer is the model's own" if name == "longrope" else "changes its logits after the head"
+        with pytest.raises(ValueError, match=why):
+            verify_forward(policy, GRPOConfig(), 50)
         return
     for check in (check_sft, check_dpo, check_grpo):
         check(policy, 1e-3)
@@ -203,7 +203,8 @@ def test_the_probe_goes_past_windows_and_scaling_and_no_further_than_the_data(ti
     seen = []
     policy = policy_of(tiny, "longrope")
     policy.model.register_forward_pre_hook(lambda module, args: seen.append(args[0].shape[1]))
-    verify_forward(policy, GRPOConfig(share_prompts=False), 64)
+    with pytest.raises(ValueError, match="no forward of the trainer is the model's own"):
+        verify_forward(policy, GRPOConfig(share_prompts=False), 64)
     assert max(seen) > 20
     seen.clear()
     verify_forward(policy, GRPOConfig(share_prompts=False), 18)

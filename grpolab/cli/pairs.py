@@ -25,7 +25,7 @@ from grpolab.runs.checkpoints import data_hash, weights_hash
 from grpolab.serve.http_client import RemoteError
 from grpolab.serve.judge import Judge
 from grpolab.train.preferences import pairs_by_reward, preference_row
-from grpolab.train.rewards import Faults, report, sample_and_score
+from grpolab.train.rewards import report, sample_and_score
 
 
 @dataclass(frozen=True)
@@ -101,7 +101,7 @@ class Pairs:
         began, first = time.monotonic(), done
         async with Sampler(policy) as sampler:
             for start in range(done, len(rows), self.rows_at_once):
-                some, faults = rows[start : start + self.rows_at_once], Faults()
+                some, faults = rows[start : start + self.rows_at_once], []
                 prompts = [prompt_ids(policy.tokenizer, tasks.prompt_of(row)) for row in some]
                 params = SamplingParams(temperature=self.temperature, max_new_tokens=self.max_new_tokens,
                                         seed=self.seed * 10**6 + start)

@@ -164,7 +164,7 @@ async def posted(options: RolloutOptions, policy: Policy, reference: Policy | No
 async def served(options: RolloutOptions, policy: Policy, reference: Policy | None, rows: Any, config: GRPOConfig,
                  reward: Callable, run: Run) -> AsyncIterator[dict]:
     """GRPO's rows from completions that a served policy samples."""
-    tasks, ids_of, longest = await asked(policy, reference, rows, config, reward, None, run, 1.0)
+    tasks, ids_of, longest = await asked(policy, rows, config, reward, None, run, 1.0)
     async with bridged(options, policy) as (sampler, follow):
         source = follow(sampled(policy, sampler, tasks, ids_of, config, reward))
         steps = grpo_from(policy, reference, source, config, longest=longest, run=run, content=tasks.content)

@@ -22,7 +22,7 @@ from grpolab.decode.sampling import SamplingParams
 from grpolab.evaluate import pass_at_k, share_interval, wilson
 from grpolab.files import atomic_write
 from grpolab.models.load import load_policy
-from grpolab.train.rewards import Faults, finished_and_correct, report, sample_and_score
+from grpolab.train.rewards import finished_and_correct, report, sample_and_score
 from grpolab.train.sources import with_signal
 
 GYM = "gym:"
@@ -93,7 +93,7 @@ class Scout:
     async def one(self, policy, sampler: Sampler, rows: Sequence[Any], reward: Callable) -> tuple[float, dict[str, str]]:
         """The share of a task's groups that differ, and the columns of its row. A completion is right where its reward is at
         least 1."""
-        begun, faults = time.perf_counter(), Faults()
+        begun, faults = time.perf_counter(), []
         prompts = [prompt_ids(policy.tokenizer, tasks.prompt_of(row)) for row in rows]
         params = SamplingParams(temperature=self.temperature, max_new_tokens=self.max_new_tokens, seed=self.seed)
         groups = await sample_and_score(policy, sampler, rows, prompts, self.samples, params, reward, faults)

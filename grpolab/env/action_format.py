@@ -41,14 +41,6 @@ def counted_calls(results: Sequence[StepResult]) -> dict[str, float]:
 
 
 @dataclass(frozen=True)
-class Malformed:
-    """An action that could not be read: why, and whether the session ended over it."""
-
-    why: str
-    ended: bool = False
-
-
-@dataclass(frozen=True)
 class ActionFormat:
     """The hooks between a policy's text and one kind of environment.
 
@@ -98,19 +90,19 @@ class ActionFormat:
             raise InvalidAction(str(fault) or repr(fault)) from fault
         return action
 
-    async def act(self, slot: Any, text: str) -> StepResult | Malformed:
-        """Do on the slot what the text says. Malformed where that is no action; whatever else fails is raised."""
+    async def act(self, slot: Any, text: str) -> StepResult:
+        """Do on the slot what the text says. Raises InvalidAction where that is no action, from SessionLost where the session
+        ended over it."""
         try:
             return await slot.step(self.action(text))
-        except InvalidAction as fault:
-            return Malformed(_reason(str(fault)))
         except SessionLost as fault:
             if _UNSENT_ERROR not in str(fault):
                 raise
-            return Malformed("a value that the environment does not accept", ended=True)
+            raise InvalidAction("a value that the environment does not accept") from fault
 
 
-def _reason(why: str) -> str:
+def told(why: str) -> str:
+    """What the policy reads of an error."""
     return f"error: {why}" if len(why) <= MAX_REASON else f"error: {why[:MAX_REASON]} ..."
 
 
@@ -139,12 +131,12 @@ def tool_text(observation: dict) -> str:
         return texts[0] if len(texts) == 1 and isinstance(texts[0], str) else _plain(fields)
     if observation.get("error"):
         fault = observation["error"]
-        return _reason(str(fault.get("message", fault) if isinstance(fault, dict) else fault))
+        return told(str(fault.get("message", fault) if isinstance(fault, dict) else fault))
     result = observation.get("result")
     if not isinstance(result, dict) or not isinstance(result.get("content"), list):
         return _plain(result)
     text = "\n".join(str(block.get("text", f"[{block.get('type')}]")) for block in result["content"])
-    return _reason(text) if result.get("is_error") else text
+    return told(text) if result.get("is_error") else text
 
 
 def _plain(value: Any) -> str:

@@ -118,7 +118,7 @@ def _reap(pid: int) -> int | None:
 def _children() -> list[int]:
     """The processes whose parent we are (Linux: elsewhere none can become ours)."""
     children, me = [], str(os.getpid())
-    for name in filter(str.isdigit, os.listdir("/proc")):
+    for name in filter(str.isdigit, os.listdir("/proc") if sys.platform == "linux" else ()):
         with contextlib.suppress(OSError):  # it has just ended
             with open(f"/proc/{name}/stat", errors="replace") as stat:
                 if stat.read().rpartition(")")[2].split()[1] == me:

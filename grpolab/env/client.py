@@ -87,7 +87,7 @@ def _refused(response: Response, url: str) -> ConnectError:
     reason = str(body.get("error", response.reason_phrase))[: protocol.MAX_REASON]
     message = f"{url} refused the session with HTTP {response.status_code}: {reason}"
     if response.status_code != 503:
-        return ConnectError(message, response.status_code)
+        return ConnectError(message)
     return CapacityError(message, body.get("active_sessions"), body.get("max_sessions"))
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 import re
-from functools import cache
 
 from grpolab.env.calculator import action_text, check_counts
 from grpolab.env.protocol import InvalidAction, StepResult, whole
@@ -72,24 +71,14 @@ class GuessEnv:
     def close(self) -> None: ...
 
 
-@cache
-def _fewest(n: int) -> tuple[int, ...]:
-    """`fewest_guesses` of 0 to n numbers, by Bellman's equation in whole numbers: every secret costs this guess, and those
-    below and above it what is best there."""
-    totals = [0]
-    for m in range(1, n + 1):
-        totals.append(m + min(totals[k - 1] + totals[m - k] for k in range(1, m + 1)))
-    return tuple(totals)
-
-
 def fewest_guesses(n: int) -> int:
-    """The guesses that the best strategy needs for n numbers, summed over all n secrets."""
+    """The guesses that the best strategy needs for n numbers, summed over all n secrets: the depths in a balanced tree."""
     if n < 0:
         raise ValueError(f"n={n} numbers to guess from: give 0 or more")
-    return _fewest(n)[n]
+    return sum(i.bit_length() for i in range(1, n + 1))
 
 
 def best_first_guesses(highest: int) -> list[int]:
     """The first guesses from which `fewest_guesses(highest)` can be reached; the middle is always one of them."""
-    totals = _fewest(highest)
-    return [k for k in range(1, highest + 1) if highest + totals[k - 1] + totals[highest - k] == totals[highest]]
+    best = fewest_guesses(highest) - highest
+    return [k for k in range(1, highest + 1) if fewest_guesses(k - 1) + fewest_guesses(highest - k) == best]

@@ -23,7 +23,7 @@ from typing import Any
 
 from grpolab.env.client import TRACE_SPANS, Deadlines, EnvSession, Span
 from grpolab.env.curriculum import success_rate
-from grpolab.env.protocol import CapacityError, DeadlineExceeded, EnvError, FactoryError, StepResult
+from grpolab.env.protocol import CapacityError, ConnectError, DeadlineExceeded, EnvError, FactoryError, StepResult
 from grpolab.env.server import serve
 
 LAST_FAILURES = 100  # how many failures a pool remembers
@@ -240,38 +240,40 @@ class GrpoPool:
             raise ValueError(f"{len(actions)} actions for {self.size} sessions")
         return await self._on_all(lambda slot: slot.step(actions[slot.index]), begins=False, resets=False)
 
-    async def run_group(self, rollout: Callable[[Slot], Awaitable[Any]], *, rounds: int = 1) -> Results:
-        """`rollout(slot)` on every slot at once; the results in order, and under `drop` those that there are.
+    async def run_group(self, rollout: Callable[..., Awaitable[Any]], *, jobs: int | None = None) -> Results:
+        """`rollout(slot)` on every slot at once; the results in order, and under `drop` those that there are. With `jobs`,
+        `rollout(slot, i)` for each i below it: every slot takes the next one as it gets free.
 
-        A rollout has `deadlines.episode` s, all together `deadlines.group` s; `rounds` times that where it plays several
-        episodes. Afterwards no rollout runs any more. Raises the first failure (`fail`), GroupFailed (`drop`) or
-        DeadlineExceeded.
+        A rollout has `deadlines.episode` s, all together `deadlines.group` s times the rollouts of a slot: one, or of `jobs` an
+        even share and one more. Afterwards no rollout runs any more. Raises the first failure (`fail`), GroupFailed (`drop`:
+        fewer than `min_group` finished, or no slot has a session any more) or DeadlineExceeded.
         """
+        count, rounds = (self.size, 1) if jobs is None else (jobs, jobs // self.size + 1)
+        todo = iter(range(count))
         failures: list[Failure] = []
         finished: dict[int, Any] = {}
 
         async def run(slot: Slot) -> None:
-            try:
-                work = rollout(slot)
-                finished[slot.index] = await within(work, rounds * self.deadlines.episode, f"rollout {slot.index}")
-            except Exception as cause:
-                failures.append(Failure(slot.group, slot.index, slot.turn, slot.session.episode_id, cause))
-                if self.on_failure != "drop" or not isinstance(cause, EnvError):
-                    raise
-                _forget_frames(cause)
+            for i in [slot.index] if jobs is None else todo:
+                try:
+                    work = rollout(slot) if jobs is None else rollout(slot, i)
+                    finished[i] = await _within(work, self.deadlines.episode, f"rollout {i}")
+                except Exception as cause:
+                    failures.append(Failure(slot.group, i, slot.turn, slot.session.episode_id, cause))
+                    if self.on_failure != "drop" or not isinstance(cause, EnvError):
+                        raise
+                    _forget_frames(cause)
+                    if isinstance(cause, ConnectError):  # no session is to be had: the other slots take what is left
+                        return
 
         try:
             await self._on_all(run, rounds, begins=not self._was_reset, resets=False)  # else the rollouts reset by themselves
         finally:
-            self.note_failures(failures)
-        if failures and len(finished) < self.min_group:
-            raise GroupFailed(f"{len(finished)} of {self.size} rollouts finished, {self.min_group} are needed", tuple(failures))
+            self.failures = [*self.failures, *failures][-LAST_FAILURES:]
+        if failures and (len(finished) < self.min_group or len(finished) + len(failures) < count):
+            raise GroupFailed(f"{len(finished)} of {count} rollouts finished, {self.min_group} are needed", tuple(failures))
         rollouts = sorted(finished)
         return Results([finished[i] for i in rollouts], rollouts, sorted(failures, key=lambda f: f.rollout))
-
-    def note_failures(self, failures: Sequence[Failure]) -> None:
-        """Put on record what a rollout of several episodes lost and went on without."""
-        self.failures = [*self.failures, *failures][-LAST_FAILURES:]
 
     def record_group_result(self, task: Any, rewards: Sequence[float], *, success: float = 1.0) -> float:
         """Tell the curriculum the group's rate of success, the share of `rewards` >= `success` (None abstains); returns it."""
@@ -291,7 +293,7 @@ class GrpoPool:
         self._running, self._was_reset = True, resets
         try:
             with _interruptible():
-                return await within(_all(map(work, self.slots)), rounds * self.deadlines.group, f"group {self.group}", "group")
+                return await _within(_all(map(work, self.slots)), rounds * self.deadlines.group, f"group {self.group}", "group")
         finally:
             self._running = False
 
@@ -309,8 +311,8 @@ async def _all(work: Iterable[Coroutine]) -> list:
     raise fault  # out here, so that its traceback says what happened and not how it was handled
 
 
-async def within(work: Awaitable, seconds: float, what: str, phase: str = "episode") -> Any:
-    """The result of `what`, a rollout, an episode or a group; raises DeadlineExceeded(phase) after `seconds`."""
+async def _within(work: Awaitable, seconds: float, what: str, phase: str = "episode") -> Any:
+    """The result of `what`, a rollout or a group; raises DeadlineExceeded(phase) after `seconds`."""
     try:
         async with asyncio.timeout(seconds) as scope:
             return await work

@@ -94,19 +94,14 @@ class EnvError(Exception):
 
 
 class ConnectError(EnvError):
-    """No session came to be: nothing listens there, the handshake was refused (`status` is its HTTP status, else None), or the
-    server hung up."""
-
-    def __init__(self, message: str, status: int | None = None):
-        super().__init__(message)
-        self.status = status
+    """No session came to be: nothing listens there, the handshake was refused, or the server hung up."""
 
 
 class CapacityError(ConnectError):
     """All the server's sessions are taken. `active` and `max_sessions` as the server reports them, or None."""
 
     def __init__(self, message: str, active: Any = None, max_sessions: Any = None):
-        super().__init__(message, 503)
+        super().__init__(message)
         self.active, self.max_sessions = whole(active), whole(max_sessions)
 
 

@@ -14,7 +14,7 @@ from grpolab.lab.restore import config_of
 from grpolab.rollouts import RecordedGroup
 from grpolab.runs.run import Run
 from grpolab.train.advantages import advantages, reward_tensor
-from grpolab.train.rewards import Faults, Reward, report, score
+from grpolab.train.rewards import Reward, report, score
 from grpolab.train.several_rewards import check_sum
 
 
@@ -68,7 +68,7 @@ def rescore(run: Run, reward: Reward, *, steps: Iterable[int] | None = None) -> 
                          "multi_turn_grpo leave them, unless keep='none'")
     rewards, rescored, reported = [], [], []
     for step, rows in table.groupby("step"):
-        groups, faults = run.recorder.groups(step), Faults()
+        groups, faults = run.recorder.groups(step), []
         texts = [of["completion"].tolist() for _, of in rows.groupby("group")]
         new = _scored(reward, texts, groups, faults)
         report(faults, sum(r.finish_reason != "lost" for g in groups for r in g.group), reported)
@@ -82,7 +82,7 @@ def rescore(run: Run, reward: Reward, *, steps: Iterable[int] | None = None) -> 
     return Rescored(table, by_group[["turned", "gained", "lost"]].reset_index())
 
 
-def _scored(reward: Reward, texts: list[list[str]], groups: list[RecordedGroup], faults: Faults) -> list[list]:
+def _scored(reward: Reward, texts: list[list[str]], groups: list[RecordedGroup], faults: list[Exception]) -> list[list]:
     """The reward of each rollout of these groups, whose completions are `texts`; None for a lost one."""
     there = [[i for i, r in enumerate(g.group) if r.finish_reason != "lost"] for g in groups]
     written = [of[i] for of, places in zip(texts, there) for i in places]

@@ -3,8 +3,9 @@
 from grpolab.train.async_grpo import AsyncGRPOConfig, async_grpo
 from grpolab.train.distil import DistilConfig, distil
 from grpolab.train.dpo import DPOConfig, dpo, dpo_gradient, implicit_rewards
+from grpolab.train.episodes import Limits
 from grpolab.train.grpo import GRPOConfig, grpo, grpo_from
-from grpolab.train.multiturn import Limits, multi_turn_grpo
+from grpolab.train.multiturn import multi_turn_grpo
 from grpolab.train.ppo import Critic, CriticConfig
 from grpolab.train.replay_source import recorded_groups
 from grpolab.train.reward_model import RewardConfig, RewardModel, reward_gradient, reward_model

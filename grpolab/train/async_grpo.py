@@ -4,16 +4,9 @@
     async for row in async_grpo(policy, None, problems, config, reward=slow_judge): ...
 
 The sampler has weights of its own. They follow the policy after each update, and the groups of step k are begun as soon as the
-weights are those before step k - max_staleness, while earlier steps are sampled, scored and trained on. So at most
-max_staleness + 1 steps are in progress or wait, and no token that is trained on is older than that.
-
-By default new weights wait until the completions in progress have ended. Then step k is sampled whole from the weights before
-step max(0, k - max_staleness): the schedule is a function of the step, and the run is reproducible in every bit where a row's
-bits do not depend on its batch (`Sampler`; a mixture of experts' do). With `in_flight` they come between two decode steps
-(PipelineRL, arXiv 2509.19128), and where that is depends on the clock.
-`Rollout.token_versions` says which weights drew each token. Keys and values that older weights computed stay in the cache, and
-those of a token are computed by the weights that draw the next one: the log-prob of a token is under the distribution that it
-was drawn from, of which the cache is a part, and versions and weights determine it.
+weights are those before step k - max_staleness, while earlier steps are sampled, scored and trained on. By default new weights
+wait until the completions in progress have ended; with `in_flight` they come between two decode steps (PipelineRL, arXiv
+2509.19128). What is exact, and what depends on the clock: docs/async.md.
 """
 
 from __future__ import annotations
@@ -86,7 +79,7 @@ async def async_grpo(
         raise ValueError("async_grpo runs in one process: start it without torchrun, or give it a RemoteSampler")
     if config.in_flight and sampler is not None:
         raise ValueError("in_flight=True needs the sampler of this process: a served policy changes between completions")
-    tasks, ids_of, longest = await asked(policy, reference, problems, config, reward, watch, run, 1.0)
+    tasks, ids_of, longest = await asked(policy, problems, config, reward, watch, run, 1.0)
     if tasks.adaptive:
         raise ValueError("a curriculum chooses by the results of the step before, which are not known here yet: give it rows")
     actor = sampler or await in_thread(policy, lambda: Actor(policy))

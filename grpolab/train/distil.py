@@ -30,17 +30,9 @@ from grpolab.tasks import prompt_of
 from grpolab.train import distributed, losses
 from grpolab.train.grpo import kept_tokens, mean, parts_of, trainer_logps
 from grpolab.train.layout import lay_out
-from grpolab.train.logps import check_lengths, head_of, rollout_logps, rollout_states
-from grpolab.train.loop import (
-    Optimisation,
-    accumulate,
-    apply_gradient,
-    autocast,
-    epoch_batches,
-    in_thread,
-    loop,
-    off_loop,
-)
+from grpolab.train.logps import as_rollouts, check_lengths, head_of, rollout_logps, rollout_states
+from grpolab.train.loop import Optimisation, accumulate, apply_gradient, autocast, epoch_batches, in_thread, loop, off_loop
+from grpolab.train.sft import check_examples
 from grpolab.train.verify import verify_forward
 
 ROUNDING = 1e-3  # nats that a teacher's log-prob may be above 0
@@ -97,7 +89,8 @@ async def distil(
     if (config.on_policy < 1) != bool(examples):
         raise ValueError(f"examples are what the steps off the policy have: on_policy={config.on_policy} with {len(examples)} "
                          "of them. Give both, or neither")
-    demos = [_as_rollout(e) for e in examples]
+    check_examples(examples)
+    demos = as_rollouts(examples)
     batch_of = epoch_batches(range(len(rows)), config.prompts_per_step, config.seed)
     examples_of = epoch_batches(demos, config.prompts_per_step * config.group_size, config.seed) if demos else None
 
@@ -261,12 +254,3 @@ def checked_scores(scores: Any, rollouts: Sequence[Rollout]) -> list[list[float]
     if wrong := [x for x in chosen if not -math.inf < x <= ROUNDING]:
         raise ValueError(f"the teacher gave {wrong[0]:.4g} as the log-prob of a token: one is finite and not above 0")
     return lines
-
-
-def _as_rollout(example: Example) -> Rollout:
-    """An example as a completion of what stands before its first token to train on; ValueError where it has none."""
-    if 1 not in example.mask[1:]:
-        raise ValueError("an example has no token to train on: its mask marks none after the first")
-    at = example.mask.index(1, 1)
-    zeros = (0.0,) * len(example.ids[at:])
-    return Rollout(example.ids[:at], example.ids[at:], example.mask[at:], zeros, zeros, "eos")

@@ -1,13 +1,9 @@
 """Several processes that train one policy, as `torchrun` and `accelerate launch` start them. In a single process everything
 here is the identity.
 
-Every rank holds the policy, the optimiser and the data, and knows the whole batch of a step: what is drawn is a function of
-(seed, step), and what one rank sampled or played is sent to all (`gathered`). So each has the denominators, advantages and
-minibatches that one process would have. What is divided is the work: whole groups, examples or pairs (`shard`), whose gradients
-and metrics are added up once an optimiser step (`add_up`). Rank 0 alone writes, and the others start as it starts (`start`).
-
-Before every collective the ranks compare their place in the program (`exchange`). A rank that fails raises its own error, and
-the launcher then ends the others; without one they end with a RankError as they next talk to it, at the latest after PATIENCE.
+Every rank knows the whole batch of a step (`gathered`), so each has the denominators that one process would have; the work is
+divided (`shard`), and its gradients and metrics are added up once an optimiser step (`add_up`). Before every collective the
+ranks compare their place in the program (`exchange`). Rank 0 alone writes. docs/scaling.md
 """
 
 from __future__ import annotations

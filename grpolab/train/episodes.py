@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass, field, is_dataclass, replace
 from functools import partial
@@ -19,9 +19,9 @@ from typing import Any
 from grpolab.chat import LONG_TEXT, Example, encode_chat, longest_token, observation_ids, prompt_ids, tokenising, user
 from grpolab.decode.sampler import Conversation, Sampler
 from grpolab.decode.sampling import SamplingParams
-from grpolab.env.action_format import TEXT, ActionFormat, Malformed
-from grpolab.env.pool import Failure, GroupFailed, GrpoPool, Slot, rollout_seed, within
-from grpolab.env.protocol import ConnectError, EnvError, Environment, StepResult
+from grpolab.env.action_format import TEXT, ActionFormat, told
+from grpolab.env.pool import GrpoPool, Slot, rollout_seed
+from grpolab.env.protocol import Environment, InvalidAction, SessionLost, StepResult
 from grpolab.models.load import Policy
 from grpolab.rollouts import CUT, Group, RecordedGroup, Rollout
 from grpolab.sync import run_sync
@@ -176,12 +176,14 @@ class _Play:
 
     async def _act(self, text: str) -> tuple[str, list[str]]:
         """Act on a turn of the policy: (why the episode is over, or "", the texts that answer it)."""
-        result = await self._timed(self.action_format.act(self.slot, text))
-        if isinstance(result, Malformed):
+        try:
+            result = await self._timed(self.action_format.act(self.slot, text))
+        except InvalidAction as fault:
             self.invalid += 1
             self.paid += [self.action_format.penalty] if self.action_format.on_invalid == "penalise" else []
-            over = "invalid" if result.ended or self.action_format.on_invalid == "abstain" else ""
-            answers = [result.why]
+            ended = isinstance(fault.__cause__, SessionLost)  # the session, over this action
+            over = "invalid" if ended or self.action_format.on_invalid == "abstain" else ""
+            answers = [told(str(fault))]
         else:
             self.results.append(result)
             self.paid += [] if result.reward is None else [result.reward]
@@ -225,32 +227,15 @@ async def play_all(pool: GrpoPool, sampler: Sampler, tasks: Sequence[Any], *, se
     GroupFailed where fewer than `min_group` are left, or no slot has a session any more.
     """
     check_limits(sampler.policy, limits)
-    episodes: list[Episode | None] = [None] * len(tasks)
-    todo = iter(range(len(tasks)))
-    failures: list[Failure] = []
+    resets = seeds if reset_seeds is None else reset_seeds
 
-    async def work(slot: Slot) -> None:
-        for i in todo:
-            episode = play(slot, sampler, tasks[i], seed=seeds[i], params=params, limits=limits, action_format=action_format,
-                           reset_seed=None if reset_seeds is None else reset_seeds[i])
-            try:
-                episodes[i] = await within(episode, pool.deadlines.episode, f"episode {i}")
-            except EnvError as fault:
-                if pool.on_failure != "drop":
-                    raise
-                failures.append(Failure(slot.group, i, slot.turn, slot.session.episode_id, fault))
-                if isinstance(fault, ConnectError):  # no session is to be had: the other slots take what is left
-                    return
+    def one(slot: Slot, i: int) -> Awaitable[Episode]:
+        return play(slot, sampler, tasks[i], seed=seeds[i], params=params, limits=limits, action_format=action_format,
+                    reset_seed=resets[i])
 
-    try:
-        # No slot works longer than one episode beyond its even share.
-        await pool.run_group(work, rounds=len(tasks) // pool.size + 1)
-    finally:
-        pool.note_failures(failures)
-    finished = len(tasks) - episodes.count(None)
-    if failures and (finished < pool.min_group or next(todo, None) is not None):  # or no slot had a session any more
-        raise GroupFailed(f"{finished} of {len(tasks)} episodes finished", tuple(failures))
-    return episodes
+    results = await pool.run_group(one, jobs=len(tasks))
+    episodes = dict(zip(results.rollouts, results))
+    return [episodes.get(i) for i in range(len(tasks))]
 
 
 async def evaluate_episodes(pool: GrpoPool, sampler: Sampler, problems: Sequence[Any], *, limits: Limits,

@@ -44,7 +44,7 @@ async def grpo(
     be async, take a step at once, or be several (`rewards`). A `reference` is needed for a KL penalty to it. The rewards in
     `watch` are not trained on: their means stand in each row under their names. With a `critic` it is PPO (`ppo`).
     """
-    tasks, ids_of, longest = await asked(policy, reference, problems, config, reward, watch, run, success)
+    tasks, ids_of, longest = await asked(policy, problems, config, reward, watch, run, success)
     sampler = await off_loop(lambda: Sampler(policy, exact=config.exact))
     source = sampled(policy, sampler, tasks, ids_of, config, reward, watch)
     steps = grpo_from(policy, reference, source, config, longest=longest, run=run, content=tasks.content, critic=critic)
@@ -54,12 +54,11 @@ async def grpo(
 
 
 async def asked(
-    policy: Policy, reference: Policy | None, problems: Any, config: GRPOConfig, reward: Reward,
-    watch: Mapping[str, Reward] | None, run: Run | None, success: float,
+    policy: Policy, problems: Any, config: GRPOConfig, reward: Reward, watch: Mapping[str, Reward] | None, run: Run | None,
+    success: float,
 ) -> tuple[Tasks, Callable[[Any], Sequence[int]], int]:
-    """What `grpo` is asked to train on, once it is known to fit: the tasks, row -> prompt ids, and the most tokens that a
-    prompt and its completion have together."""
-    check_reference(policy, reference, config)
+    """What `grpo` is asked to train on: the tasks, row -> prompt ids, and the most tokens that a prompt and its completion have
+    together."""
     check_names(reward, watch or ())
     tasks = Tasks(problems, config, run, success)
     if tasks.adaptive and config.refills:
@@ -74,9 +73,7 @@ async def asked(
         return prompts[content]
 
     def longest_of(rows):
-        longest = max(len(ids_of(row)) for row in rows) + config.max_new_tokens if rows else policy.context
-        check_lengths(policy, longest, "prompt and completion")
-        return longest
+        return max(len(ids_of(row)) for row in rows) + config.max_new_tokens if rows else policy.context
 
     longest = await in_thread(policy, lambda: longest_of(getattr(problems, "tasks", ()) if tasks.adaptive else problems))
     return tasks, ids_of, longest
@@ -191,7 +188,8 @@ def grpo_update(
     rows = []
     for epoch in range(config.inner_epochs):
         order = random.Random(f"{config.seed}/{step}/{epoch}").sample(range(len(groups)), len(groups))
-        for part in nearly_equal(order, config.minibatches):
+        cuts = [len(order) * i // config.minibatches for i in range(config.minibatches + 1)]
+        for part in (order[a:b] for a, b in zip(cuts, cuts[1:])):  # of nearly equal lengths
             chosen = [i for i in part if i in teaching]
             if not chosen:
                 continue
@@ -235,12 +233,6 @@ def _unmeasured(config: GRPOConfig, off_policy: bool) -> dict:
     names += ["sampler_weight", "sampler_capped"] * bool(config.sampler_cap)
     weights = importance((), (), None) if config.sampler_cap or off_policy else {}
     return dict.fromkeys(names, float("nan")) | weights
-
-
-def nearly_equal(items: Sequence, parts: int) -> list[Sequence]:
-    """Consecutive parts whose lengths differ by at most one; fewer than `parts` where there are fewer items."""
-    cuts = [len(items) * i // parts for i in range(parts + 1)]
-    return [items[a:b] for a, b in zip(cuts, cuts[1:]) if a < b]
 
 
 def kept_tokens(rollouts: Iterable[Rollout]) -> int:

@@ -1,9 +1,8 @@
 """A policy's log-probabilities with gradient: the decoder, then the head only where the mask asks.
 
-A forward can be taken in three ways, and all of them must give what the model's own plain forward gives on one sequence:
-"unpadded", `train.forward`, for Llama-shaped models, where sequences lie in one line and may share how they begin; and through
-the model's own decoder "rows", one sequence a row, padded at the right, and "alone", one sequence a pass. `train.verify` finds
-the first that is right.
+A forward can be taken in two ways, and both must give what the model's own plain forward gives on one sequence: "unpadded",
+`train.forward`, for Llama-shaped models, where sequences lie in one line and may share how they begin; and through the model's
+own decoder "rows", one sequence a row, padded at the right. `train.verify` finds the first that is right.
 """
 
 from __future__ import annotations
@@ -27,8 +26,8 @@ from grpolab.train.layout import Layout, distinct_parts, lay_out, micro_batches
 
 
 def way_of(policy: Policy, what: str) -> str:
-    """The way in which this model's forward is taken for `what` ("rollouts", "examples", "rewards"): the verified one, else the
-    first that may be right."""
+    """The way in which this model's forward is taken for `what` ("rollouts", "rewards"): the verified one, else the first that
+    may be right."""
     verified = verified_of(policy).get(("way", what, policy.model.training))
     return verified or ("unpadded" if forward.readable(policy.model) else "rows")
 
@@ -62,17 +61,6 @@ def _checkpointing(policy: Policy) -> Iterator[None]:
             vars(layer).pop("forward", None)
 
 
-def _alone(decoder, ids, positions, at):
-    """Each row in a pass of its own, up to the last place that is needed: nothing of another's length is seen."""
-    rows, columns, out = at // ids.shape[1], at % ids.shape[1], []
-    for r in rows.unique_consecutive().tolist():
-        needed = columns[rows == r]
-        end = int(needed.max()) + 1
-        hidden = decoder(ids[r : r + 1, :end], position_ids=positions[r : r + 1, :end], use_cache=False).last_hidden_state
-        out.append(pick(hidden[0], needed))
-    return torch.cat(out) if out else decoder(ids[:1, :1], use_cache=False).last_hidden_state[0, :0]
-
-
 def head_of(policy: Policy) -> dict:
     """The output head as `target_logps` takes it."""
     head = policy.model.get_output_embeddings()
@@ -83,7 +71,7 @@ def example_logps(
     policy: Policy, rollouts: Sequence[Rollout], *, way: str | None = None, checkpointed: bool = False
 ) -> tuple[Tensor, Tensor]:
     """log p of the tokens that the masks of examples (`as_rollouts`) mark, 0 elsewhere, and the mask: (N, T) each."""
-    mask, way = padded([r.mask for r in rollouts]).to(policy.device), way or way_of(policy, "examples")
+    mask = padded([r.mask for r in rollouts]).to(policy.device)
     layout = lay_out(rollouts, share=False, pad_id=policy.pad_id)
     return rollout_logps(policy, layout, mask.shape, 1.0, way=way, checkpointed=checkpointed)[0], mask
 
@@ -111,8 +99,6 @@ def rollout_states(policy: Policy, layout: Layout, *, way: str | None = None, ch
         return forward.states(decoder, *line, checkpointed)[: len(layout.target)]
     ids, positions, at = (getattr(layout.rows, name).to(policy.device) for name in ("ids", "positions", "predictor"))
     with _checkpointing(policy) if checkpointed else nullcontext():
-        if way == "alone":
-            return _alone(decoder, ids, positions, at)
         return pick(decoder(ids, position_ids=positions, use_cache=False).last_hidden_state.flatten(0, 1), at)
 
 

@@ -29,13 +29,6 @@ LOW_LOGP = -10.0  # nats; of a token below it, one in 22,000 draws, the policy h
 
 # --- log-probabilities ------------------------------------------------------------------------------------------------
 
-def chosen_places(mask) -> Tensor:
-    """The flat index in (N, T) of each token that the mask asks for; its logits are those of the column before."""
-    if bool(mask[:, 0].any()):
-        raise ValueError("mask asks for column 0, which nothing predicts: set mask[:, 0] to 0")
-    return mask.flatten().nonzero().squeeze(1)
-
-
 def target_logps(hidden, head, targets, *, bias=None, temperature=1.0, chunk=None, with_entropy=False):
     """log p of M tokens, each from its own hidden state: hidden (M, D), head (V, D), bias (V,) or None, targets (M,) ->
     logps (M,) and, if asked for, the detached entropy in nats of each distribution (M,), else None.

@@ -74,18 +74,11 @@ class McpServer:
         except (Exception, asyncio.CancelledError) as error:
             if isinstance(error, asyncio.CancelledError) and asyncio.current_task().cancelling():
                 raise
-            raise ToolsLost(f"the MCP server {self.__name__} could not be reached: {_leaf(error)!r}. Is it running?") from error
+            raise ToolsLost(f"the MCP server {self.__name__} could not be reached: {error!r}. Is it running?") from error
         try:
             yield client
         finally:
             await client.__aexit__(None, None, None)
-
-
-def _leaf(error: BaseException) -> BaseException:
-    """The first error of nested groups."""
-    while isinstance(error, BaseExceptionGroup):
-        error = error.exceptions[0]
-    return error
 
 
 def _function(client: Any, name: str) -> Callable[..., Awaitable[str]]:

@@ -15,23 +15,11 @@ from grpolab.env.pool import GrpoPool, rollout_seed
 from grpolab.models.load import Policy
 from grpolab.runs.run import Run
 from grpolab.train import distributed
-from grpolab.train.episodes import (
-    Episode,
-    Limits,
-    as_groups,
-    as_task,
-    check_limits,
-    demonstrate,
-    evaluate_episodes,
-    play,
-    play_all,
-)
+from grpolab.train.episodes import Episode, Limits, as_groups, as_task, check_limits, play_all
 from grpolab.train.grpo import GRPOConfig, check_reference, grpo_from
 from grpolab.train.loop import off_loop
 from grpolab.train.ppo import Critic
 from grpolab.train.sources import Source, StepGroups, Tasks
-
-__all__ = ["Episode", "Limits", "as_groups", "demonstrate", "evaluate_episodes", "multi_turn_grpo", "play", "play_all"]
 
 
 async def multi_turn_grpo(policy: Policy, reference: Policy | None, problems: Any, config: GRPOConfig, pool: GrpoPool, *,

@@ -12,11 +12,7 @@ import torch
 LOW = (torch.bfloat16, torch.float16)  # dtypes of parameters that have fp32 master weights
 FIRST_SCALE, MOST_SCALE = 2.0**14, 2.0**16  # of the losses in float16, whose smallest number is 6e-8 and largest 65504
 BETAS = (0.9, 0.99)  # of both AdamWs: the second moment forgets in 100 steps, since the runs here last a few hundred
-
-
-def adamw(parameters, **options):
-    """Fused: one pass over parameters, gradients and moments, also on a processor."""
-    return torch.optim.AdamW(parameters, fused=True, betas=BETAS, **options)
+ADAMW = partial(torch.optim.AdamW, fused=True, betas=BETAS)  # in one pass over everything, also on a processor
 
 
 def adamw_8bit(parameters, **options):
@@ -27,13 +23,13 @@ def adamw_8bit(parameters, **options):
         raise ImportError("optimiser 'adamw_8bit' needs bitsandbytes: pip install 'grpolab[8bit]'") from error
 
 
-def adafactor(parameters, **options):
-    """Factored second moments and no first one (arXiv 1804.04235), its relative step kept at lr."""
-    return torch.optim.Adafactor(parameters, **options)
-
-
 # One more is an entry here: (parameters, lr=, weight_decay=) -> an optimiser. That of adamw_cpu gets copies on the processor.
-OPTIMISERS = {"adamw": adamw, "adamw_8bit": adamw_8bit, "adafactor": adafactor, "adamw_cpu": adamw}
+OPTIMISERS = {
+    "adamw": ADAMW,
+    "adamw_8bit": adamw_8bit,
+    "adafactor": torch.optim.Adafactor,  # factored second moments and no first one (arXiv 1804.04235), its step kept at lr
+    "adamw_cpu": ADAMW,
+}
 
 
 def make_optimiser(policy, config) -> torch.optim.Optimizer | Masters:

@@ -1,10 +1,5 @@
 """Off-policy: the rollouts that a run left on disk, as a source of groups.
 
-    source = recorded_groups(old_run, steps=[*range(20)] * 2)
-    config = GRPOConfig(steps=40, sampler_cap=2.0, max_logp_diff=(1.0, 20.0))
-    async for row in grpo_from(policy, None, source, config, longest=source.longest, run=Run("replayed")):
-        print(row["diff_abs_mean"], row["ratio_low"], row["ratio_high"], row["ess"])
-
 The log-probs of the record are those of the policy that sampled. Where the policy has moved away from it, the ratio to them
 corrects as far as `clip_eps` lets it; with `sampler_cap` each token is weighed by min(pi / pi_sampled, cap) instead
 (`sampler_weight`), and `max_logp_diff` must admit the distance. At the weights that sampled, a step is the recorded

@@ -65,22 +65,11 @@ class Total:
     parts: Mapping[str, float | None] = field(default_factory=dict)
 
 
-@dataclass
-class Faults:
-    """What rewards raised in one step: `count` rollouts abstain for it, `first` is the first error."""
-
-    count: int = 0
-    first: Exception | None = None
-
-    def note(self, error: Exception) -> None:
-        self.count, self.first = self.count + 1, self.first or error
-
-
-async def faults_of_all(faults: Faults, place: str) -> Faults:
-    """Those of all ranks; the first error is this rank's own where it has one."""
-    by_rank = await off_loop(lambda: distributed.exchange(place, [faults.count, faults.first and repr(faults.first)]))
-    elsewhere = [RuntimeError(f"a reward of rank {rank} raised {first}") for rank, (_, first) in enumerate(by_rank) if first]
-    return Faults(sum(count for count, _ in by_rank), faults.first or next(iter(elsewhere), None))
+async def faults_of_all(faults: Sequence[Exception], place: str) -> list[Exception]:
+    """What rewards raised on all ranks, this one's own errors first."""
+    by_rank = await off_loop(lambda: distributed.exchange(place, list(map(repr, faults))))
+    others = [(rank, error) for rank, errors in enumerate(by_rank) if rank != distributed.world().rank for error in errors]
+    return [*faults, *(RuntimeError(f"a reward of rank {rank} raised {error}") for rank, error in others)]
 
 
 # --- calling a reward -------------------------------------------------------------------------------------------------
@@ -135,21 +124,22 @@ async def outcomes(reward: Reward, texts: Sequence[str], rows: Sequence[Any], ro
     return _checked(await _awaited(values) if _pending(values) else values, len(texts), name or name_of(reward))
 
 
-def _rewarded(groups: Sequence[Sequence[Rollout]], values: Sequence[Total | Exception], faults: Faults | None) -> list[Group]:
-    """The groups with their rewards. An exception becomes an abstention in `faults`; without these it is raised."""
+def _rewarded(groups: Sequence[Sequence[Rollout]], values: Sequence[Total | Exception],
+              faults: list[Exception] | None) -> list[Group]:
+    """The groups with their rewards. An exception joins `faults`, and its rollout abstains; without these it is raised."""
     errors = [value for value in values if isinstance(value, Exception)]
     if errors and faults is None:
         raise errors[0]
-    for error in errors:
-        faults.note(error)
+    if errors:
+        faults.extend(errors)
     totals = (Total(None) if isinstance(value, Exception) else value for value in values)
     return [Group(tuple(replace(r, reward=t.reward, parts=t.parts) for r, t in zip(g, totals))) for g in groups]
 
 
 def score(policy: Policy | None, rows: Sequence[Any], groups: Sequence[Sequence[Rollout]], reward: Reward,
-          faults: Faults | None = None, texts: Sequence[str] | None = None) -> list[Group]:
+          faults: list[Exception] | None = None, texts: Sequence[str] | None = None) -> list[Group]:
     """Groups with a reward for each rollout, from synchronous code; the reward may be async. TypeError for a reward that is no
-    number, ValueError for an infinite one; what it raises itself goes to `faults` (its rollout abstains) where these are
+    number, ValueError for an infinite one; what it raises itself joins `faults` (its rollout abstains) where these are
     given. Where the completions' `texts` are known, one a rollout, no policy is needed."""
     texts = [policy.decode(r.tokens) for g in groups for r in g] if texts is None else texts
     values = _call(reward, texts, *_flat(rows, groups))
@@ -157,7 +147,8 @@ def score(policy: Policy | None, rows: Sequence[Any], groups: Sequence[Sequence[
     return _rewarded(groups, _checked(values, len(texts), name_of(reward)), faults)
 
 
-async def scored(policy: Policy, rows: Sequence[Any], groups: Sequence[Group], reward: Reward, faults: Faults) -> list[Group]:
+async def scored(policy: Policy, rows: Sequence[Any], groups: Sequence[Group], reward: Reward,
+                 faults: list[Exception]) -> list[Group]:
     """`score` from async code: an async reward is awaited for all of these rollouts at once."""
     texts = [policy.decode(r.tokens) for g in groups for r in g]
     return _rewarded(groups, await outcomes(reward, texts, *_flat(rows, groups)), faults)
@@ -170,7 +161,7 @@ def _flat(rows: Sequence[Any], groups: Sequence[Sequence[Rollout]]) -> tuple[lis
 
 async def sample_and_score(
     policy: Policy, sampler: Sampler, rows: Sequence[Any], prompts: Sequence[Sequence[int]], group_size: int,
-    params: SamplingParams, reward: Reward, faults: Faults, seeds: Sequence[Sequence[int]] | None = None,
+    params: SamplingParams, reward: Reward, faults: list[Exception], seeds: Sequence[Sequence[int]] | None = None,
 ) -> list[Group]:
     """A group of rollouts of each prompt with their rewards, each scored as it finishes (by a `batch`: all at the end).
     `rows` are what the reward gets, `seeds` (B, G) the rollouts' own where `params.seed` does not make them."""
@@ -191,16 +182,16 @@ async def sample_and_score(
     return [Group(tuple(g)) for g in rollouts]
 
 
-def report(faults: Faults, rollouts: int, warnings_given: list[str]) -> dict:
+def report(faults: Sequence[Exception], rollouts: int, warnings_given: list[str]) -> dict:
     """The count of faults for the step's row. The first of a run is warned of; it is raised where every rollout had one."""
-    if faults.first is not None and faults.count == rollouts:
-        faults.first.add_note(f"(a reward raised this, or another error, for each of the step's {rollouts} rollouts)")
-        raise faults.first
-    if faults.first is not None and not warnings_given:
-        warnings_given.append(repr(faults.first))
-        warnings.warn(f"a reward raised {faults.first!r}; its rollout abstains, and rows count such rollouts as "
+    if faults and len(faults) == rollouts:
+        faults[0].add_note(f"(a reward raised this, or another error, for each of the step's {rollouts} rollouts)")
+        raise faults[0]
+    if faults and not warnings_given:
+        warnings_given.append(repr(faults[0]))
+        warnings.warn(f"a reward raised {faults[0]!r}; its rollout abstains, and rows count such rollouts as "
                       "reward_errors", stacklevel=2)
-    return {"reward_errors": faults.count}
+    return {"reward_errors": len(faults)}
 
 
 def held_out_reward(
@@ -215,7 +206,7 @@ def held_out_reward(
 
     async def measure(policy: Policy) -> float:
         prompts = await off_loop(lambda: [prompt_ids(policy.tokenizer, prompt_of(row)) for row in rows])
-        faults = Faults()
+        faults: list[Exception] = []
         async with await off_loop(lambda: Sampler(policy)) as sampler:
             groups = await sample_and_score(policy, sampler, rows, prompts, samples or 1, params, reward, faults)
         report(faults, len(rows) * (samples or 1), warnings_given)
@@ -231,7 +222,7 @@ async def watched(
 ) -> list[Group]:
     """The groups with each watched reward among the `parts` of their rollouts; they hold those of the `trained` one already."""
     for name, reward in watch.items():
-        faults, shard, place = Faults(), distributed.shard(groups), f"the watched reward {name}"
+        faults, shard, place = [], distributed.shard(groups), f"the watched reward {name}"
         if reward is not trained:
             shard = await scored(policy, distributed.shard(rows), shard, reward, faults)
         own = [g.rewards for g in shard]

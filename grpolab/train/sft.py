@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
-from dataclasses import InitVar, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -27,13 +26,9 @@ class SFTConfig(Optimisation):
 
     batch_size: int = 64  # examples a step
     held_out_every: int = 10  # steps between measurements of the held-out loss
-    pack_width: InitVar[int | None] = None
 
-    def __post_init__(self, pack_width):
+    def __post_init__(self):
         super().__post_init__()
-        if pack_width is not None:
-            warnings.warn("pack_width changes nothing since examples are computed without padding: leave it out", FutureWarning,
-                          stacklevel=3)
         self.check_at_least(1, "batch_size", "held_out_every")
 
 
@@ -56,7 +51,7 @@ def sft(
         check_examples(held_out, "held-out example")
         longest = max((len(e.ids) for e in (*examples, *held_out)), default=0)
         check_lengths(policy, longest, "example")
-        verify_forward(policy, config, longest, "examples")
+        verify_forward(policy, config, longest)
 
     def before(step):
         due = step % config.held_out_every == 0 or step == config.steps - 1
@@ -101,7 +96,7 @@ def targets_of(examples: Sequence[Example]) -> int:
 def _losses(policy: Policy, batch: Sequence[Example], config: SFTConfig, denominator: int) -> Iterator[tuple]:
     """`losses.sft_loss` of each micro-batch."""
     rollouts = as_rollouts(sorted(batch, key=lambda e: len(e.ids)))
-    for part in parts_of(policy, rollouts, config.token_budget, share=False, what="examples"):
+    for part in parts_of(policy, rollouts, config.token_budget, share=False):
         with autocast(policy, config):
             logps, mask = example_logps(policy, rollouts[part], checkpointed=config.checkpoint_activations)
         yield losses.sft_loss(logps, mask, denominator=denominator)

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any
@@ -27,7 +27,7 @@ from grpolab.train import distributed
 from grpolab.train.advantages import advantages, group_health, informative, reward_tensor
 from grpolab.train.grpo_config import GRPOConfig
 from grpolab.train.loop import epoch_batches, off_loop
-from grpolab.train.rewards import Faults, Reward, faults_of_all, report, sample_and_score, watched
+from grpolab.train.rewards import Reward, faults_of_all, report, sample_and_score, watched
 from grpolab.train.several_rewards import Several, part_of
 
 
@@ -101,10 +101,10 @@ def sampled(
             raise ValueError("refills look at the totals, of which 'normalise_then_sum' makes no advantages: leave them 0")
     gate = reward.gate if isinstance(reward, Several) else None
     warnings_given, watch_warnings = [], []
-    distinct_rows = distinct(tasks.rows) if config.refills else []
+    distinct_rows = list({content_of(row): row for row in tasks.rows}.values()) if config.refills else []
 
     async def source(step: int) -> StepGroups:
-        faults = Faults()
+        faults: list[Exception] = []
 
         async def sample(rows, seed):
             params = SamplingParams(temperature=config.temperature, max_new_tokens=config.max_new_tokens, seed=seed)
@@ -177,14 +177,6 @@ def content_of(row: Any) -> Any:
     except TypeError:
         return json.dumps(row, sort_keys=True, default=repr)
     return row
-
-
-def distinct(rows: Iterable[Any]) -> list[Any]:
-    """The rows, each content once, in their order."""
-    first: dict = {}
-    for row in rows:
-        first.setdefault(content_of(row), row)
-    return list(first.values())
 
 
 def with_signal(groups: Sequence[Group], gate: str | None = None) -> list[Group]:

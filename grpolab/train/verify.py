@@ -13,14 +13,13 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor
 
-from grpolab.chat import Example
 from grpolab.decode.snapshot import verified_of
 from grpolab.decode.verify import EXACT, beside_rounding, difference, first_right, gap, reach, without_tf32
 from grpolab.models.load import Policy, evaluating
 from grpolab.rollouts import given
 from grpolab.train import forward
 from grpolab.train.layout import lay_out
-from grpolab.train.logps import as_rollouts, example_logps, rollout_logps
+from grpolab.train.logps import rollout_logps
 from grpolab.train.loop import Optimisation, autocast
 
 log = logging.getLogger(__name__)
@@ -34,9 +33,9 @@ SAMPLE = 4096  # entries of each parameter's gradient that are compared
 def verify_forward(policy: Policy, config: Optimisation, longest: int, what: str = "rollouts") -> str:
     """The way in which the forward is right for sequences of up to `longest` tokens: returned, and remembered for the model.
 
-    `what` the loop trains on: "rollouts", "examples", or the "rewards" of a RewardModel. Logs a warning where the first way is
-    wrong; ValueError where all are. Leaves no gradient, and the model as it is. It computes for a moment, unless the same was
-    verified before, and takes the policy's lock, so call it in the thread of the steps.
+    `what` the loop trains on: "rollouts", as which examples are taken too, or the "rewards" of a RewardModel. Logs a warning
+    where the first way is wrong; ValueError where all are. Leaves no gradient, and the model as it is. It computes for a
+    moment, unless the same was verified before, and takes the policy's lock, so call it in the thread of the steps.
     """
     with policy.lock:
         verified, training = verified_of(policy), policy.model.training
@@ -48,7 +47,7 @@ def verify_forward(policy: Policy, config: Optimisation, longest: int, what: str
 
 
 def _first_right(policy: Policy, config: Optimisation, longest: int, what: str) -> str:
-    ways = ["unpadded"] * forward.readable(policy.model) + ["rows", "alone"]
+    ways = ["unpadded"] * forward.readable(policy.model) + ["rows"]
     with evaluating(policy.model), without_tf32():
         if what != "rewards":
             _check_head(policy)
@@ -110,8 +109,8 @@ Task = tuple[Callable[[], Iterator[Tensor]], Callable[..., Tensor]]
 
 
 def rollouts_task(policy: Policy, longest: int) -> Task:
-    """Completions that share a prompt, and some a beginning, of the longest rollouts and of short ones: their logps. Of some
-    there are many, so that rounding hides no gradient."""
+    """Completions that share a prompt, and some a beginning, of the longest rollouts and of short ones, and some that share
+    nothing: their logps. Of some there are many, so that rounding hides no gradient."""
     draw, group = _tokens(policy), _positions(policy, GROUP, least=6)
     prompt = draw(max(1, min(group // 3, longest // 2)))
     each = max(1, min(longest - len(prompt), (group - len(prompt)) // 2))
@@ -120,6 +119,7 @@ def rollouts_task(policy: Policy, longest: int) -> Task:
     for n in (_positions(policy, longest), max(2, min(SHORT, longest))):
         prompt = draw((n + 1) // 2)
         pieces += [(prompt, draw(n // 2)), (prompt, draw(max(1, n // 4)))]
+        pieces.append((draw((n + 1) // 2), draw(n // 2)))
     rollouts = [given(p, t, (1,) * len(t)) for p, t in pieces]
     layout = lay_out(rollouts, pad_id=policy.pad_id)
     written = torch.arange(max(len(t) for _, t in pieces)) < torch.tensor([[len(t)] for _, t in pieces])
@@ -129,19 +129,6 @@ def rollouts_task(policy: Policy, longest: int) -> Task:
         return logps[written.to(logps.device)]
 
     return lambda: (_plain_logps(policy, p + t)[len(p) - 1 :] for p, t in pieces), ours
-
-
-def examples_task(policy: Policy, longest: int) -> Task:
-    """Examples of several lengths, short and long ones: the logps of all tokens but the first."""
-    draw, row = _tokens(policy), _positions(policy, min(longest, 64), least=6)
-    sizes = [*[max(2, min(row // 3, longest))] * 3, max(2, min(SHORT, longest)), _positions(policy, longest)]
-    examples = [Example(draw(n), (0,) + (1,) * (n - 1)) for n in sizes]
-
-    def ours(**how):
-        logps, mask = example_logps(policy, as_rollouts(examples), **how)
-        return logps[mask.bool()]
-
-    return lambda: (_plain_logps(policy, e.ids) for e in examples), ours
 
 
 def rewards_task(policy: Policy, longest: int) -> Task:
@@ -166,7 +153,7 @@ def rewards_task(policy: Policy, longest: int) -> Task:
     return plain, ours
 
 
-TASKS = {"rollouts": rollouts_task, "examples": examples_task, "rewards": rewards_task}
+TASKS = {"rollouts": rollouts_task, "rewards": rewards_task}
 
 
 def _plain_logps(policy: Policy, ids) -> Tensor:

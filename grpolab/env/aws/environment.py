@@ -22,6 +22,8 @@ from grpolab.env.aws.options import AwsOptions
 from grpolab.env.aws.tasks import Task, load_tasks, pick_drifts, play, templates
 from grpolab.env.protocol import InvalidAction, StepResult
 
+UNGRADED = Grade(False, 0.0, ())  # before an episode has begun
+
 
 class SetupError(RuntimeError):
     """The account could not be brought to where the task begins; the episode has not started."""
@@ -42,25 +44,22 @@ class AwsEnv:
         self.account = Account(account or self._simulator.address)
         self._grader = Account(self.account.endpoint)  # with clients of its own, which nothing that is typed can change
         self._task: Task | None = None
-        self._begin()
-
-    def _begin(self) -> None:
-        self._turn = 0
-        self._done, self._achieved, self._progress = True, False, 0.0
+        self._turn, self._done, self._grade = 0, True, UNGRADED
 
     def reset(self, seed: int | None = None, task: Any = None) -> StepResult:
         """Start an episode in an account that holds the task's set-up and nothing else. Raises SetupError, AccountGone."""
         seed = random.Random().randrange(2**32) if seed is None else seed
-        chosen = draw_task(seed, self.options.tier) if task is None else read_task(task)
-        self._task = None
-        self._begin()
+        if task is None:
+            chosen = random.Random(f"task:{seed}").choice(load_tasks(self.options.tier))
+        else:
+            chosen = read_task(task)
+        self._task, self._turn, self._done, self._grade = None, 0, True, UNGRADED
         wipe(self.account.endpoint)
         self.account.close("s3")  # which may remember buckets that are gone
         self._grader.close("s3")
         self._prepare(chosen, chosen.setup)
         self._prepare(chosen, tuple(chosen.drifts[i] for i in pick_drifts(chosen, seed)))
-        self._task = chosen
-        self._progress = self._grade().progress
+        self._task, self._grade = chosen, grade(chosen, self._grader.client)
         self._done = False
         return StepResult({"text": chosen.description, "ok": True}, metadata={"task": chosen.shown()})
 
@@ -76,21 +75,17 @@ class AwsEnv:
         if self._done:
             raise RuntimeError("the episode is over: reset before the next step")
         self._turn += 1
-        options, before = self.options, self._progress
+        options, before = self.options, self._grade.progress
         output = self._run(command)
-        self._after(output)
-        self._done = self._achieved or self._turn >= options.max_turns
-        reward = float(self._achieved) if self._done else 0.0 if options.shaping else None
+        if output.call is not None:  # something was sent to the account
+            self._grade = grade(self._task, self._grader.client)
+        achieved, progress = self._grade.achieved, self._grade.progress
+        self._done = achieved or self._turn >= options.max_turns
+        reward = float(achieved) if self._done else 0.0 if options.shaping else None
         if options.shaping:
-            reward += options.shaping * ((0.0 if self._done else self._progress) - before)
+            reward += options.shaping * ((0.0 if self._done else progress) - before)
         observation = {"text": shorten(output, options.observation_characters), "ok": output.ok}
-        return StepResult(observation, reward, self._done, {"achieved": self._achieved, "progress": self._progress})
-
-    def _after(self, output: Output) -> None:
-        """Grade the account where something was sent to it."""
-        if output.call is not None:
-            grade = self._grade()
-            self._achieved, self._progress = grade.achieved, grade.progress
+        return StepResult(observation, reward, self._done, {"achieved": achieved, "progress": progress})
 
     def _run(self, command: str) -> Output:
         output = self.account.run(command)
@@ -98,13 +93,10 @@ class AwsEnv:
             self._grader.close("s3")
         return output
 
-    def _grade(self) -> Grade:
-        return grade(self._task, self._grader.client)
-
     def state(self) -> dict:
         """What anybody may know of the episode: neither its criteria nor its solution."""
         return {"task": self._task and self._task.shown(), "turn": self._turn, "max_turns": self.options.max_turns,
-                "progress": self._progress, "achieved": self._achieved, "done": self._done}
+                "progress": self._grade.progress, "achieved": self._grade.achieved, "done": self._done}
 
     def close(self) -> None:
         self.account.close()
@@ -123,11 +115,6 @@ def read_command(action: dict) -> str:
         lines = (line.lstrip(" \t`$>").rstrip(" \t`") for line in re.split(r"(?<!\\)[\r\n]+", text))
         return next((line for line in lines if line.startswith(("aws ", "aws\t"))), action["text"].strip())
     raise InvalidAction(f'an action here is {{"command": "aws ..."}} or {{"text": "..."}}, got the keys {sorted(keys)}')
-
-
-def draw_task(seed: int, tier: str | None) -> Task:
-    """A task of a tier, or of any, the same for the same seed."""
-    return random.Random(f"task:{seed}").choice(load_tasks(tier))
 
 
 def read_task(task: Any) -> Task:
