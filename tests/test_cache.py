@@ -5,9 +5,12 @@ import torch
 from decode_helpers import ENGINES, flat, ragged_prompts, tiny_policy
 
 from grpolab.decode import scheduler
-from grpolab.decode.cache import Pages, Slots, store_for
+from grpolab.decode.cache import PAGE, Pages, Prefilled, Slots, store_for
 from grpolab.decode.sampler import Sampler
 from grpolab.decode.sampling import SamplingParams
+from grpolab.decode.verify import choose_engine
+
+KINDS = {"pages": Pages, "slots": Slots}
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -18,12 +21,49 @@ def on_any_processor():
         yield
 
 
+@pytest.fixture(scope="module")
+def engine():
+    return choose_engine(tiny_policy())
+
+
 @pytest.fixture
 def stores(monkeypatch):
     """The stores that samplers made, the newest last."""
     made = []
     monkeypatch.setattr(scheduler, "store_for", lambda *about: made.append(store_for(*about)) or made[-1])
     return made
+
+
+def prefilled(engine, lengths, seed=0):
+    """Prompts of these lengths in one cache of random keys and values."""
+    torch.manual_seed(seed)
+    cache = engine.allocate(len(lengths), 4 * PAGE)
+    for t in cache.tensors:
+        t.normal_()
+    return cache, [Prefilled(cache, i, length) for i, length in enumerate(lengths)]
+
+
+def holds(store, row, prompt):
+    """Whether a row's keys and values are the prompt's, to the bit."""
+    taken = store.take(row, prompt.length)
+    return all(torch.equal(t.narrow(time, 0, prompt.length)[..., 0, :, :, :],
+                           of.narrow(time, 0, prompt.length)[..., prompt.row, :, :, :])
+               for t, of, time in zip(taken.tensors, prompt.cache.tensors, taken.times))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_rows_hold_their_prompts_also_after_moves(engine, kind):
+    store = KINDS[kind](engine, 8)
+    _, prompts = prefilled(engine, [5, PAGE, 2 * PAGE + 7])
+    order = [2, 0, 1, 2, 2, 1]
+    store.enter(0, [prompts[i] for i in order[:4]], 4 * PAGE)
+    store.enter(4, [prompts[i] for i in order[4:]], 4 * PAGE)
+    assert all(holds(store, row, prompts[i]) for row, i in enumerate(order))
+    store.release(1, broken=False)
+    store.move([1], [5], 3 * PAGE)
+    assert holds(store, 1, prompts[1])
+    store.move([0, 1, 2], [1, 2, 0], 3 * PAGE)  # at once, not one after the other
+    assert [holds(store, row, prompts[i]) for row, i in ((0, 1), (1, 1), (2, 2))] == [True] * 3
 
 
 def test_the_page_of_zeros_is_never_written(stores):

@@ -63,6 +63,13 @@ def test_auto_takes_the_hf_engine_when_the_check_fails(monkeypatch, caplog):
         choose_engine(make("gpt2"), "llama")
 
 
+def test_an_hf_engine_that_is_wrong_is_refused(monkeypatch):
+    true = attention.mask_bias
+    monkeypatch.setattr(attention, "mask_bias", lambda positions, *rest: true(positions + 1, *rest))
+    with pytest.raises(ValueError, match="cached step is not its own forward"):
+        choose_engine(make("gpt2"))
+
+
 def trainer_logps(policy, rollouts):
     """As the trainer computes them: right-padded batch, autograd on, the head in chunks."""
     rows = [torch.tensor(r.prompt + r.tokens) for r in rollouts]

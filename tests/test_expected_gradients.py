@@ -163,3 +163,39 @@ def test_the_unbiased_kl_penalty_stays_so_off_policy_and_k2_does_not():
     same(kl_gradient("unbiased", theta, reference, sampler)[1], true)
     for kind in ("k1", "k2", "k3"):
         assert cosine(kl_gradient(kind, theta, reference, sampler)[1], true) < 0.95
+
+
+def test_the_unbiased_kl_penalty_to_the_sampler_is_the_kl_to_it_on_its_own_tokens():
+    theta, sampler = table(0), table(2).detach()
+    kl = kl_at_prefixes(theta, sampler, visits_of(sampler))
+    value, gradient = kl_gradient("unbiased", theta, sampler, sampler)
+    assert value == pytest.approx(kl.item(), abs=1e-12)
+    same(gradient, grad(kl, theta))
+    assert cosine(kl_gradient("k3", theta, sampler, sampler)[1], grad(kl, theta)) < 0.99  # KL(sampler || policy)'s
+
+
+def test_sft_on_the_data_distribution_is_minus_the_gradient_of_its_cross_entropy():
+    theta, data = table(0), probabilities(table(3)).detach()
+    value, gradient = expected(lambda n, denominator: losses.sft_loss(logps_of(theta)[n], MASK[n], denominator=denominator),
+                               data, theta)
+    cross_entropy = -(data * probabilities(theta).log()).sum()
+    assert value == pytest.approx(cross_entropy.item(), abs=1e-12)
+    same(gradient, grad(cross_entropy, theta))
+
+
+def test_dpo_on_all_pairs_has_the_rlhf_optimum_as_its_fixed_point():
+    """At policy = reference * exp(reward / beta) / Z, preferences drawn from Bradley-Terry rewards leave no gradient."""
+    reference, beta = table(1).detach(), 0.5
+    ref = logps_of(reference).sum(1)
+    optimum = ref + REWARDS / beta
+    optimum = (optimum - optimum.logsumexp(0)).requires_grad_()
+    first, second = torch.tensor(list(itertools.permutations(range(len(ROWS)), 2))).T
+    preferred = torch.sigmoid(REWARDS[first] - REWARDS[second])
+
+    def gradient(logps):
+        terms = [losses.dpo_loss(logps[c : c + 1], logps[r : r + 1], ref[c : c + 1], ref[r : r + 1], beta=beta,
+                                 denominator=1 / w)[0] for c, r, w in zip(first, second, preferred)]
+        return torch.autograd.grad(sum(terms), logps)[0]
+
+    assert gradient(optimum).abs().max() < 1e-12
+    assert gradient((optimum.detach() + REWARDS).requires_grad_()).abs().max() > 1e-2

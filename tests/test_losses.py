@@ -1,4 +1,4 @@
-"""Values and gradients of the losses against plain PyTorch and hand numbers, in float64."""
+"""Values and gradients of the losses against plain PyTorch, hand numbers and finite differences, in float64."""
 
 import itertools
 import math
@@ -180,6 +180,46 @@ def test_the_default_chunk_bounds_the_logits_at_once(monkeypatch):
         assert largest.numel == 10_000
 
 
+# --- gradients: finite differences through the logits -----------------------------------------------------------------
+
+
+def objectives(ids, mask):
+    """name -> loss of the logps, for every loss without a stop-gradient. Ratios are spread over all clip regions."""
+    old = plain_logps(*problem()[:2], ids, mask).detach() + randn(N, T, seed=5) * 0.5
+    ref, a, sampler = old + randn(N, T, seed=6), randn(N, seed=7), old + randn(N, T, seed=8)
+    policies = {
+        f"{aggregation} {ratio} {options}": dict(aggregation=aggregation, ratio=ratio, **options)
+        for aggregation, ratio, options in itertools.product(
+            losses.AGGREGATIONS, ("token", "sequence"),
+            ({}, {"clip_eps": (0.1, 0.4), "dual_clip": 1.3}, {"clip_eps": (INF, INF)}, {"sampler_logps": sampler}))
+    }
+    pairs = lambda logps: losses.sequence_logps(logps, mask).view(2, -1)  # noqa: E731
+    c, r = pairs(ref)
+    dpos = {f"dpo {o}": o for o in ({}, {"label_smoothing": 0.1}, {"kind": "ipo"}, {"kind": "hinge", "beta": 0.01},
+                                    {"kind": "ipo", "lengths": torch.tensor([[2, 3], [4, 5]])})}
+    kls = {f"kl {kind} {agg}": dict(kind=kind, aggregation=agg, old_logps=old)
+           for kind, agg in itertools.product(("k1", "k2", "k3", "unbiased"), losses.AGGREGATIONS)}
+    return (
+        {name: lambda lp, o=o: losses.policy_loss(lp, old, a, mask, denominator=3, **o) for name, o in policies.items()}
+        | {name: lambda lp, o=o: losses.dpo_loss(*pairs(lp), c, r, **{"beta": 0.3, "denominator": 2} | o)
+           for name, o in dpos.items()}
+        | {name: lambda lp, o=o: losses.kl_penalty(lp, ref, mask, denominator=5, **o) for name, o in kls.items()}
+        | {"sft": lambda lp: losses.sft_loss(lp, mask, denominator=5),
+           "bradley-terry": lambda lp: losses.bradley_terry_loss(
+               *pairs(lp), denominator=2, margin=torch.tensor([0.5, 1.0]), centering=0.01)}
+    )
+
+
+def test_every_loss_passes_gradcheck_through_the_logits():
+    hidden, head, ids, mask = problem()
+    for name, loss in objectives(ids, mask).items():
+        def through_logits(hidden, head, loss=loss):
+            return loss(token_logps(hidden, head, ids, mask, temperature=0.9, chunk=5))[0]
+
+        assert max(g.abs().max() for g in gradients(through_logits(hidden, head), hidden, head)) > 1e-3, name
+        assert torch.autograd.gradcheck(through_logits, (hidden, head), fast_mode=True), name
+
+
 # --- the policy gradient ----------------------------------------------------------------------------------------------
 
 
@@ -280,6 +320,17 @@ def test_old_and_reference_logps_are_constants_even_when_they_come_with_a_graph(
     exactly(*(gradients(x, logps)[0] for x in on_policy))
 
 
+def test_per_token_advantages_generalise_per_row_ones():
+    _, _, _, mask = problem()
+    logps, old, a = randn(N, T).requires_grad_(), randn(N, T, seed=1), randn(N, seed=2)
+    rows = losses.policy_loss(logps, old, a, mask, denominator=1)[0]
+    assert rows == losses.policy_loss(logps, old, a[:, None].expand(N, T), mask, denominator=1)[0]
+    only = torch.zeros(N, T, dtype=torch.float64)
+    only[1, 1] = 1.0
+    grad = gradients(losses.policy_loss(logps, logps.detach(), only, mask, denominator=1)[0], logps)[0]
+    assert grad.nonzero().tolist() == [[1, 1]]
+
+
 def test_counts_by_aggregation():
     mask = torch.tensor([[0, 1, 1, 1], [0, 0, 0, 0], [0, 1, 0, 0]])
     assert losses.count(mask) == 4 and losses.count(mask, "sequence") == 2
@@ -358,6 +409,17 @@ def test_kl_estimates_by_hand():
         loss, m = losses.kl_penalty(logps, ref, mask, denominator=1, kind=kind, old_logps=logps - math.log(2))
         assert loss.item() == pytest.approx(value, rel=1e-6)
         assert m["kl"].item() == pytest.approx(by_hand["k3"] if kind == "unbiased" else value, rel=1e-6)
+
+
+def test_kl_penalty_is_aggregated_like_the_policy_loss():
+    _, _, _, mask = problem()
+    logps, ref = randn(N, T), randn(N, T, seed=1)
+    x = ((ref - logps).exp() - 1 - (ref - logps)) * mask
+    value = lambda agg: losses.kl_penalty(logps, ref, mask, denominator=3, kind="k3", aggregation=agg)[0]  # noqa: E731
+    exactly(value("token"), x.sum() / 3)
+    exactly(value("constant"), x.sum() / 3)
+    exactly(value("sequence"), (x.sum(1) / mask.sum(1)).sum() / 3)
+    exactly(losses.aggregate(x, mask, denominator=3, aggregation="sequence"), value("sequence"))
 
 
 # --- bad input --------------------------------------------------------------------------------------------------------

@@ -12,7 +12,20 @@ from grpolab.runs.checkpoints import data_hash
 from grpolab.train.dpo import DPOConfig, dpo
 from grpolab.train.loop import Optimisation
 from grpolab.train.preferences import Pair
-from grpolab.train.reference import ReferenceLogps, cache_logps, reference_values
+from grpolab.train.reference import ReferenceLogps, cache_logps, pair_logps, reference_values
+
+
+def test_pair_logps_equal_one_plain_forward_a_sequence(tiny):
+    pairs = preferences(tiny)
+    plain = []
+    for p in pairs:
+        for side in p.sides:
+            ids = torch.tensor([side.prompt + side.tokens])
+            logps = tiny.model(ids).logits[0].log_softmax(-1)[:-1].gather(1, ids[0, 1:, None]).squeeze(1)
+            plain.append(logps[len(side.prompt) - 1 :].sum().item())
+    for width in (0, 512):
+        with torch.no_grad():
+            assert pair_logps(tiny, pairs, width).flatten().tolist() == pytest.approx(plain, abs=1e-4)
 
 
 @pytest.mark.parametrize("change", [

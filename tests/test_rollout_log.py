@@ -168,3 +168,17 @@ def test_a_rewind_removes_what_is_to_come(tmp_path):
     assert recorder.steps() == [0, 1, 2] and recorder.sessions() == [{"from": 0}]
     recorder.rewind(0)
     assert recorder.steps() == [] and recorder.sessions() == []
+
+
+@pytest.mark.full
+def test_a_run_that_goes_on_has_the_record_of_one_that_never_stopped(tiny, tmp_path):
+    """And its sessions name both processes."""
+    one, two = Run("one", root=tmp_path), Run("two", root=tmp_path)
+    train(fresh(tiny), one)
+    train(fresh(tiny), two, stop=3)
+    train(fresh(tiny), two)
+    assert content(one.recorder.folder) == content(two.recorder.folder)
+    assert [s["from"] for s in two.recorder.sessions()] == [0, 3] and two.recorder.sessions()[0]["torch"]
+    again = Run("one", root=tmp_path)  # the cell once more: the record of a run that starts over begins anew
+    train(fresh(tiny), again, replace(CONFIG, steps=2))
+    assert again.recorder.steps() == [0, 1]

@@ -45,6 +45,16 @@ def test_greedy_equals_full_recompute(policy, engine):
     assert audit(policy, flat(groups)).margin > 2
 
 
+@pytest.mark.full
+def test_a_thousand_greedy_tokens_equal_recompute():
+    policy = tiny_policy(context=1200)
+    params = SamplingParams(greedy=True, max_new_tokens=1100)
+    with Sampler(policy) as sampler:
+        rollout = sampler.sample_sync(ragged_prompts(1), params=params)[0][0]
+    found = audit(policy, [rollout])
+    assert found.tokens == 1100 and found.disagreements == 0 and found.margin > 2
+
+
 def test_rows_that_end_at_different_steps_leave_the_others_exact():
     policy = tiny_policy(eos=(3, 14, 15, 92, 65))
     prompts = ragged_prompts(24)
@@ -176,7 +186,35 @@ def test_eos_and_context():
     assert {r.finish_reason for r in flat(free)} == {"context"} and any(7 in r.tokens[:-1] for r in flat(free))
 
 
+def test_truncated_sampling_records_the_kept_mass(policy, sampler):
+    params = SamplingParams(temperature=1.5, top_k=4, max_new_tokens=20, seed=0)
+    cut = sampler.sample_sync(ragged_prompts(2), params=params)[0][0]
+    plain = sampler.sample_sync(ragged_prompts(2), params=SamplingParams(temperature=1.5, max_new_tokens=20))[0][0]
+    assert plain.kept_mass == () and len(cut.kept_mass) == 20 and all(0 < m < 1 for m in cut.kept_mass)
+    with torch.no_grad():
+        logits = policy.model(torch.tensor([cut.prompt + cut.tokens])).logits[0, len(cut.prompt) - 1: -1] / 1.5
+    mass = logits.softmax(-1).topk(4).values.sum(-1)
+    torch.testing.assert_close(torch.tensor(cut.kept_mass), mass, atol=1e-4, rtol=0)
+    full = logits.log_softmax(-1).gather(1, torch.tensor(cut.tokens)[:, None]).squeeze(1)
+    torch.testing.assert_close(torch.tensor(cut.logps) + mass.log(), full, atol=1e-4, rtol=0)
+
+
 # --- concurrency ------------------------------------------------------------------------------------------------------
+
+
+def test_concurrent_callers_share_the_batch(policy):
+    async def main():
+        async with Sampler(policy, slots=64) as sampler:
+            params = [SamplingParams(max_new_tokens=20, seed=i, temperature=1 + i % 2 / 2) for i in range(8)]
+            prompts = ragged_prompts(8)
+            many = await asyncio.gather(*(sampler.sample([p], group_size=2, params=q) for p, q in zip(prompts, params)))
+            steps = sampler.stats.steps
+            one_by_one = [await sampler.sample([p], group_size=2, params=q) for p, q in zip(prompts, params)]
+            return many, one_by_one, steps
+
+    many, one_by_one, steps = asyncio.run(main())
+    assert many == one_by_one
+    assert steps < 8 * 19
 
 
 def test_rollouts_stream_as_they_finish():

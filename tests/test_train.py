@@ -19,7 +19,7 @@ from grpolab.train import forward
 from grpolab.train.advantages import advantages, reward_tensor
 from grpolab.train.dpo import DPOConfig, dpo, dpo_gradient, implicit_rewards
 from grpolab.train.grpo import GRPOConfig, describe, grpo, grpo_gradient, grpo_update
-from grpolab.train.loop import OPTIMISERS, make_optimiser
+from grpolab.train.loop import OPTIMISERS, epoch_batches, make_optimiser
 from grpolab.train.preferences import Pair, load_preferences
 from grpolab.train.reference import cache_logps
 from grpolab.train.reward_model import RewardConfig, RewardModel, reward_gradient, reward_model
@@ -69,6 +69,15 @@ def test_uninformative_groups_change_nothing(tiny):
     row = grpo_update(tiny, None, mixed + equal, config, optimiser, 0)
     assert row.keys() == silent.keys()  # a row's names do not depend on the rewards
     assert row["trained_groups"] == 2 and tiny.version == 1 and not torch.equal(flat(tiny), start)
+
+
+def test_the_steps_walk_through_everything_before_they_repeat():
+    seen = [x for step in range(4) for x in epoch_batches(range(10), 5, 1)(step)]
+    assert sorted(seen[:10]) == sorted(seen[10:]) == list(range(10)) and seen[:10] != seen[10:]
+    assert epoch_batches(range(10), 25, 1)(0)[:20] == seen
+    assert epoch_batches(range(10), 5, 2)(3) != epoch_batches(range(10), 5, 1)(3)
+    batch_of = epoch_batches(range(10), 3, 1)
+    assert [batch_of(s) for s in (7, 0, 3, 7)] == [epoch_batches(range(10), 3, 1)(s) for s in (7, 0, 3, 7)]  # in any order
 
 
 def preferences(policy, problems=PROBLEMS[:9]):
@@ -171,6 +180,31 @@ def test_grpo_reaches_the_optimum_and_shuffled_rewards_do_not(tiny):
     assert right[0] == shuffled[0] < 0.6
     assert sum(right[-3:]) / 3 >= 0.99
     assert sum(shuffled[-3:]) / 3 < 0.8
+
+
+def test_the_first_step_is_on_policy_and_at_the_reference(tiny):
+    reference = Policy(type(tiny.model)(tiny.model.config), tiny.tokenizer, "reference", tiny.eos_ids)
+    reference.model.load_state_dict(tiny.model.state_dict())
+    config = dataclasses.replace(FAST, steps=3, kl_coef=0.1)
+    rows = collect(grpo(tiny, reference, PROBLEMS[:8], config, reward=digits))
+    assert rows[0]["kl"] == pytest.approx(0, abs=1e-7) and rows[0]["diff_max"] < 1e-4
+    assert rows[0]["clip_low"] == rows[0]["clip_high"] == 0
+    assert rows[-1]["kl"] > 0
+    assert rows[0]["all_wrong"] + rows[0]["mixed"] + rows[0]["all_right"] == pytest.approx(1)
+
+
+def test_a_kl_penalty_to_the_sampler_needs_no_reference_and_holds_the_updates_of_a_step_back(tiny):
+    """It is nothing in the first update, which is on-policy, and less distance in the later ones."""
+    def rows(**options):
+        config = dataclasses.replace(FAST, steps=1, inner_epochs=6, group_size=8, lr=2e-4, warmup=0, **options)
+        return collect(grpo(fresh(tiny), None, PROBLEMS[:4], config, reward=digits))[0]
+
+    free, held = rows(), rows(kl_coef=3.0, kl_to="sampler")
+    assert 0 < held["sampler_kl"] < 0.3 * free["sampler_kl"] and "kl" not in held
+    one = {"inner_epochs": 1, "steps": 1, "group_size": 8, "max_grad_norm": 1e9}
+    first = [collect(grpo(fresh(tiny), None, PROBLEMS[:4], dataclasses.replace(FAST, **one, **o), reward=digits))[0]
+             for o in ({}, {"kl_coef": 3.0, "kl_to": "sampler"})]
+    assert first[1]["sampler_kl"] < 1e-9 and first[0]["grad_norm"] == pytest.approx(first[1]["grad_norm"], rel=1e-4)
 
 
 def sometimes(text, problem, rollout):
@@ -423,6 +457,14 @@ def test_an_example_without_a_token_to_train_on_is_named(tiny, wrong):
     good = demonstrations(tiny, PROBLEMS[:1])
     with pytest.raises(ValueError, match="example 1 has"):
         collect(sft(tiny, good + [wrong], SFTConfig(steps=1)))
+
+
+def test_a_reward_needs_the_end_token(tiny):
+    p = Problem(1, "+", 2)
+    rollout = rollouts_of(tiny, [p])[0][0]
+    assert finished_and_correct(p.target, p, rollout) == 1.0
+    assert finished_and_correct(p.target, p, dataclasses.replace(rollout, finish_reason="length")) == 0.0
+    assert finished_and_correct("\\boxed{4}", p, rollout) == 0.0
 
 
 def test_what_the_policy_did_not_end_counts_as_truncated():

@@ -93,6 +93,7 @@ async def test_two_trainers_at_one_server_do_not_sample_from_each_others_weights
                 await agree(remote, policy, 1)
                 with pytest.raises(RemoteError, match="has the weights version-1-.*this sampler published version-1-"):
                     await other.sample(PROMPTS, params=SHORT)
+        assert (tmp_path / "w").exists()  # the other trainer's by now
     assert not (tmp_path / "w").exists()
 
 

@@ -46,11 +46,9 @@ class Rescored:
     def plot(self):
         """Both mean rewards over steps; returns the Axes."""
         means = self.rollouts.groupby("step", as_index=False)[["reward", "rescored_reward"]].mean()
-        shared = {"title": f"{self.changed} of {len(self.groups)} groups would have changed sign", "ylabel": "mean reward"}
-        ax = plots.curve(means, "reward", legend="recorded", **shared)
-        plots.curve(means, "rescored_reward", color=plots.WARNING, legend="rescored", ax=ax, **shared)
-        ax.legend()  # names at the lines' ends lie on each other after a collapse
-        return ax
+        runs = {"recorded": means, "rescored": means.assign(reward=means["rescored_reward"])}
+        title = f"{self.changed} of {len(self.groups)} groups would have changed sign"
+        return plots.curves(runs, "reward", title=title, ylabel="mean reward")
 
 
 def rescore(run: Run, reward: Reward, *, steps: Iterable[int] | None = None) -> Rescored:

@@ -24,7 +24,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 import torch
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load, save_file
 
 from grpolab.env import child_processes
@@ -73,6 +73,13 @@ def read_weights(path: Path, model: torch.nn.Module, expected: str | None = None
     return version, mark
 
 
+def _state(path: Path) -> tuple[int, str]:
+    """Version and mark of the weights in a file, which is not read for it."""
+    with safe_open(path, "pt") as file:
+        version, number = file.get_tensor(STATE).tolist()
+    return version, f"{number:08x}"
+
+
 def _form(tensor: torch.Tensor | None) -> Any:
     return "missing" if tensor is None else (tuple(tensor.shape), tensor.dtype)
 
@@ -92,8 +99,9 @@ class SharedFile:
 
     def close(self) -> None:
         with self._lock:
-            if self._mark:  # else nothing of ours was written there
-                self.path.unlink(missing_ok=True)
+            with suppress(FileNotFoundError, SafetensorError):
+                if self._mark and _state(self.path)[1] == self._mark:  # not another trainer's
+                    self.path.unlink()
 
     def _write(self, policy: Policy) -> tuple[int, str]:
         with self._lock, policy.lock:

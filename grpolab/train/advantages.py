@@ -36,6 +36,9 @@ def number(value, giver: str) -> float | None:
 
 def reward_tensor(groups: Sequence[Sequence[float | None]]) -> Tensor:
     """Lists of rewards, None where a rollout has none -> (B, G) float64 with NaN there."""
+    sizes = {len(g) for g in groups}
+    if len(sizes) != 1:
+        raise ValueError(f"every group needs the same number of rewards, got sizes {sorted(sizes)}")
     return torch.tensor([[float("nan") if r is None else float(r) for r in g] for g in groups], dtype=torch.float64)
 
 
