@@ -7,6 +7,7 @@ import subprocess
 import sys
 from dataclasses import replace
 from functools import partial
+from random import Random
 
 import pytest
 
@@ -144,7 +145,9 @@ def test_staleness_over_seeds(monkeypatch, tmp_path):
     shorter(monkeypatch, async_grpo, tmp_path, **short)
     monkeypatch.setattr(async_grpo, "STALENESS", (0, 2))
     monkeypatch.setattr(async_grpo, "ARMS", [(0, "clip"), (2, "none"), (2, "weights")])
-    asyncio.run(async_grpo.main([0]))
+    with monkeypatch.context() as patch:  # rewards that differ in each group, or nothing is trained and no rollout gets stale
+        patch.setattr(async_grpo, "learned", partial(async_grpo.learned, reward=lambda text, row, r: Random(r.seed).random()))
+        asyncio.run(async_grpo.main([0]))
     found = json.loads((tmp_path / "async_grpo.json").read_text())["seeds"]["0"]
     assert set(found) == {"start", "rejection", "0, clip", "2, none", "2, weights"}
     assert found["2, none"]["staleness"] == [0, 1, 2] and found["2, none"]["tokens"] > 0 < found["rejection"]["tokens"]
