@@ -151,12 +151,16 @@ def _topic(text: str, row: Mapping[str, Any]) -> bool:
 
 def checks(row: Mapping[str, Any]) -> dict[str, Check]:
     """The checks of a row by name. Every answer must stop and be intact. Where an arithmetic row has an `answer` it must also
-    be boxed, and right. ValueError for a row of chat with a rule that there is not."""
+    be boxed, and right. ValueError for a rule that there is not, or one in a row without `kind`."""
     rules: dict[str, Check] = {"stop token": stops, "no corruption": intact}
     if "kind" not in row:
+        if row.get("answer") is None:
+            if named := sorted(RULES & set(row)):
+                raise ValueError(f"a row with the rule {named[0]!r} and without `kind`: give it one, any word")
+            return rules
         boxed = {"format": lambda text, _: text.count("\\boxed") == 1 and parse_boxed_answer(text) is not None,
                  "arithmetic": lambda text, _: check_answer(text, row["answer"])}
-        return rules | (boxed if row.get("answer") is not None else {})
+        return rules | boxed
     if unknown := sorted(set(row) - RULES - {"prompt", "kind"}):
         raise ValueError(f"{unknown[0]!r} is no rule of a row of chat; there are {', '.join(sorted(RULES))}")
     rules["no repetition"] = lambda text, _: repeated(text) <= MOST_REPEATED

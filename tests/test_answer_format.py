@@ -83,3 +83,12 @@ def test_a_schema_fetches_nothing():
                                               ({"multipleOf": 10**320}, "5.5")])
 def test_numbers_beyond_floats_are_no_error_of_the_service(schema, text):
     assert "cannot be checked" in schema_check(schema)(text)
+
+
+def test_the_answers_of_one_request_are_checked_in_a_bounded_time():
+    """However many there are; those that take no time are all checked."""
+    slow, began = schema_check({"$defs": DOUBLED, "$ref": "#/$defs/a0"}), time.monotonic()
+    assert all("not checked" in slow("1") for _ in range(40))
+    assert time.monotonic() - began < 12 * SECONDS
+    quick = schema_check(PERSON)
+    assert [quick('{"name": "Ann"}') for _ in range(400)] == [None] * 400

@@ -81,3 +81,5 @@ def test_the_shipped_prompts_name_known_rules_and_are_apart():
     assert {"stop token", "no corruption", "no repetition", "code", "refusal", "no refusal", "form", "length"} <= names
     with pytest.raises(ValueError, match="'word' is no rule of a row of chat; there are about, "):
         checks({"prompt": "?", "kind": "question", "word": 3})
+    with pytest.raises(ValueError, match="the rule 'words' and without `kind`"):
+        checks({"prompt": "?", "words": 3})

@@ -13,11 +13,13 @@ from grpolab.arithmetic import Problem
 from grpolab.chat import prompt_ids
 from grpolab.decode.sampler import Sampler
 from grpolab.decode.sampling import SamplingParams
+from grpolab.env.curriculum import Curriculum
 from grpolab.lab.restore import restore
 from grpolab.models.load import load_policy
 from grpolab.rollouts import Group, Rollout
 from grpolab.runs.run import Run
 from grpolab.train import GRPOConfig, grpo, grpo_from
+from grpolab.train.grpo import asked
 from grpolab.train.rewards import finished_and_correct, sample_and_score
 from grpolab.train.sources import StepGroups
 
@@ -266,3 +268,8 @@ def test_advantages_of_a_sources_own_are_recorded_and_trained_again(tiny, tmp_pa
     assert run.rollouts(0)["advantage"].tolist() == [1.0, -1.0, 0.5, -0.5, 0.0, 2.0, -1.0, -1.0]
     state = restore(run, 2)
     assert state.notes == () and torch.equal(weights(state.policy), weights(tiny))
+
+
+async def test_the_forward_is_verified_as_far_as_the_tasks_of_a_curriculum_reach(tiny):
+    longest = [(await asked(tiny, rows, CONFIG, vowels, None, None, 1.0))[2] for rows in (ROWS, Curriculum([ROWS]))]
+    assert longest[0] == longest[1] < tiny.context

@@ -69,6 +69,7 @@ NO_OPTION = {
     "use-vllm": "the sampler is in the same process; RemoteSampler (docs/serving.md) takes a vLLM server",
     "vllm-port": "say --server-url http://host:port/v1, where the sampler is not in the same process",
     "vllm-importance-sampling-cap": "say --sampler-cap",
+    "vllm-importance-sampling-clip-max": "say --sampler-cap",
     "wandb-project": "say --report-to wandb; the project is grpolab, or WANDB_PROJECT",
     "assistant-only-loss": "the loss is always of the assistant's tokens alone",
     "completion-only-loss": "the loss is always of the assistant's tokens alone",

@@ -23,7 +23,7 @@ from typing import Any
 
 from grpolab.env.client import TRACE_SPANS, Deadlines, EnvSession, Span
 from grpolab.env.curriculum import success_rate
-from grpolab.env.protocol import CapacityError, ConnectError, DeadlineExceeded, EnvError, FactoryError, StepResult
+from grpolab.env.protocol import CapacityError, ConnectError, DeadlineExceeded, EnvError, FactoryError, StepResult, first_fault
 from grpolab.env.server import serve
 
 LAST_FAILURES = 100  # how many failures a pool remembers
@@ -305,9 +305,7 @@ async def _all(work: Iterable[Coroutine]) -> list:
             tasks = [group.create_task(one) for one in work]
         return [task.result() for task in tasks]
     except BaseExceptionGroup as faults:
-        fault: BaseException = faults
-        while isinstance(fault, BaseExceptionGroup):
-            fault = fault.exceptions[0]
+        fault = first_fault(faults)
     raise fault  # out here, so that its traceback says what happened and not how it was handled
 
 

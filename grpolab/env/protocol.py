@@ -145,6 +145,13 @@ class InvalidAction(ServerError, ValueError):
         EnvError.__init__(self, message)
 
 
+def first_fault(fault: BaseException) -> BaseException:
+    """The error itself, or where it is a task group's, the first in it: what happened, and not how it was waited for."""
+    while isinstance(fault, BaseExceptionGroup):
+        fault = fault.exceptions[0]
+    return fault
+
+
 # What a client raises for an error frame whose code ends the session; every other code leaves it usable: a ServerError.
 ENDING = {"CAPACITY_REACHED": CapacityError, "FACTORY_ERROR": FactoryError, "SESSION_ERROR": SessionLost,
           "RESET_TIMEOUT": SessionLost, "STEP_TIMEOUT": SessionLost, "STATE_TIMEOUT": SessionLost, "MCP_TIMEOUT": SessionLost}

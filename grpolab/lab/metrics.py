@@ -61,7 +61,7 @@ METRICS = {
     "tool_rate": Metric("share of episodes that used the tool"),
     "tier": Metric("the highest tier of tasks that is open, counted from 0"),
     "turns": Metric("turns of the policy in an episode, mean"),
-    "invalid": Metric("share of tool calls that could not be read", high=0.1),
+    "invalid": Metric("actions of an episode that could not be read, mean", high=0.1),
     "lost": Metric("episodes lost to a failing environment", high=0.0),
     "sampling_s": Metric("seconds of sampling in a step"),
     "update_s": Metric("seconds of the update in a step"),

@@ -24,6 +24,7 @@ import torch
 
 from grpolab.decode.sampler import Sampler
 from grpolab.decode.sampling import fold_seed
+from grpolab.env.protocol import first_fault
 from grpolab.models.load import Policy
 from grpolab.rollouts import Group, RecordedGroup, Rollout
 from grpolab.runs.run import Run
@@ -94,8 +95,8 @@ async def run_agents(service: Service, agent: Agent, tasks: Sequence[Any], *, se
     try:
         async with asyncio.TaskGroup() as group:
             runs = [group.create_task(one(task, seed)) for task, seed in zip(tasks, seeds)]
-    except BaseExceptionGroup as group:  # one fault is its own error, not a group of one
-        raise group.exceptions[0] from None
+    except BaseExceptionGroup as group:
+        raise first_fault(group) from None
     return [run.result() for run in runs]
 
 

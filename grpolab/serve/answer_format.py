@@ -25,6 +25,7 @@ from referencing.jsonschema import DRAFT202012
 from grpolab.tool_calls import END_OF_CALL, check_json, loads
 
 SECONDS = 0.25  # of a check, which holds up the service's other answers
+REQUEST_SECONDS, EARNED = 1.0, 0.01  # of all the checks of a request together, and what each adds to them
 WHITESPACE = r"( |\n {0,16})?"  # between two parts of JSON
 CLOSING = "}\n" + END_OF_CALL
 MOST_CHARACTERS, MOST_OBJECTS = 64 * 2**10, 500  # of a schema, which is itself checked once, a millisecond an object
@@ -51,13 +52,13 @@ _Validator = extend(Draft202012Validator, {
     keyword: _in_time(check) for keyword, check in {**Draft202012Validator.VALIDATORS, "pattern": _pattern}.items()})
 
 
-def _error(schema: Any, value: Any) -> str | None:
+def _error(schema: Any, value: Any, seconds: float) -> str | None:
     """What is wrong with a value, the first thing."""
-    _until.set(time.monotonic() + SECONDS)
+    _until.set(time.monotonic() + seconds)
     try:
         error = next(_Validator(schema, registry=REGISTRY).iter_errors(value), None)
     except (TimeoutError, RecursionError):
-        return f"it was not checked within {SECONDS} s: take a simpler schema"
+        return f"it was not checked within {max(seconds, 0):.2g} s: take a simpler schema"
     except ArithmeticError as error:  # "multipleOf" of a number that is beyond a float
         return f"it cannot be checked: {error}"[:300]
     return error and f"{error.json_path}: {error.message}"[:300]
@@ -99,17 +100,22 @@ def _checked(text: str) -> Any:
     return schema
 
 
-@dataclass(frozen=True)
+@dataclass
 class AnswerFormat:
-    """Called with an answer's text, it gives what is wrong with it, or None."""
+    """Called with an answer's text, it gives what is wrong with it, or None. One belongs to one request, of however many
+    answers."""
 
     schema: Any
+    left: float = REQUEST_SECONDS
 
     def __call__(self, text: str) -> str | None:
+        began = time.monotonic()
         try:
-            return _error(self.schema, loads(text))
+            return _error(self.schema, loads(text), min(SECONDS, self.left))
         except ValueError as error:
             return f"not JSON: {error}"[:300]
+        finally:
+            self.left = min(REQUEST_SECONDS, self.left + EARNED) - (time.monotonic() - began)
 
 
 def answer_check(wanted: Any) -> AnswerFormat | None:

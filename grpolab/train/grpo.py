@@ -75,7 +75,8 @@ async def asked(
     def longest_of(rows):
         return max(len(ids_of(row)) for row in rows) + config.max_new_tokens if rows else policy.context
 
-    longest = await in_thread(policy, lambda: longest_of(getattr(problems, "tasks", ()) if tasks.adaptive else problems))
+    rows = problems if not tasks.adaptive else [row["task"] for row in problems.table()] if hasattr(problems, "table") else ()
+    longest = await in_thread(policy, lambda: longest_of(rows))
     return tasks, ids_of, longest
 
 

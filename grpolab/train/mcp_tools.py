@@ -14,6 +14,7 @@ from contextlib import asynccontextmanager
 from typing import Any
 from urllib.parse import urlsplit
 
+from grpolab.env.protocol import first_fault
 from grpolab.train.tools import ToolFailed, ToolsLost
 
 
@@ -74,7 +75,8 @@ class McpServer:
         except (Exception, asyncio.CancelledError) as error:
             if isinstance(error, asyncio.CancelledError) and asyncio.current_task().cancelling():
                 raise
-            raise ToolsLost(f"the MCP server {self.__name__} could not be reached: {error!r}. Is it running?") from error
+            raise ToolsLost(f"the MCP server {self.__name__} could not be reached: {first_fault(error)!r}. Is it "
+                            "running?") from error
         try:
             yield client
         finally:

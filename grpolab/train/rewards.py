@@ -25,6 +25,7 @@ from grpolab.chat import prompt_ids
 from grpolab.checker import check_answer
 from grpolab.decode.sampler import Sampler
 from grpolab.decode.sampling import SamplingParams
+from grpolab.env.protocol import first_fault
 from grpolab.models.load import Policy
 from grpolab.rollouts import Group, Rollout
 from grpolab.sync import run_sync
@@ -177,8 +178,8 @@ async def sample_and_score(
         async with asyncio.TaskGroup() as tasks, aclosing(sampler.stream(prompts, **options)) as stream:
             async for finished in stream:
                 tasks.create_task(score_one(*finished))
-    except BaseExceptionGroup as group:  # one fault is its own error, not a group of one
-        raise group.exceptions[0] from None
+    except BaseExceptionGroup as group:
+        raise first_fault(group) from None
     return [Group(tuple(g)) for g in rollouts]
 
 
