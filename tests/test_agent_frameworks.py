@@ -132,7 +132,7 @@ def test_its_loops_train_the_policy(caller, sampled, trained):
     assert 0 < row["reward"] <= 1
 
 
-@pytest.mark.parametrize("failing", [pytest.param("503", marks=pytest.mark.full), "slow", "tool"])
+@pytest.mark.parametrize("failing", [*(pytest.param(how, marks=pytest.mark.full) for how in ("503", "slow")), "tool"])
 async def test_what_a_framework_tries_again_is_in_the_record_once(caller, sampled, monkeypatch, failing):
     """After an answer of 503, one that did not come in time, and a tool that asks for another call."""
     from pydantic_ai import Agent, ModelRetry

@@ -72,6 +72,7 @@ def test_an_honest_entry_is_verified_in_every_bit(entry, honest):
     assert found.measured["seeds"]["1"]["weights"] == entry["seeds"]["1"]["weights"] != entry["seeds"]["0"]["weights"]
 
 
+@pytest.mark.full
 def test_what_its_own_text_shows_is_refused_without_training(entry, monkeypatch):
     monkeypatch.setattr(board, "speedrun", None)
     held_out = SMALL.split[2][0]
@@ -98,6 +99,7 @@ def test_an_edited_entry_is_refused(entry, replayed, change, why):
     assert not verify(entry, task=SMALL).refused
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("made", "why"), [
     (lambda: speedrun(RECIPE.replace("1e-3", "3e-3"), "x", task=SMALL, threads=1) | {"recipe": RECIPE}, "another recipe"),
     (lambda: speedrun(RECIPE, "x", task=replace(SMALL, sft=SFTConfig(steps=10, batch_size=16, lr=1e-3)), threads=1)
@@ -109,6 +111,7 @@ def test_what_another_training_made_is_refused(made, why, honest, monkeypatch):
     assert why in verify(entry, task=SMALL).refused
 
 
+@pytest.mark.full
 def test_held_out_questions_are_noticed_also_where_the_entry_hides_them(entry, cheated, replayed):
     assert "of the held-out questions" in verify(cheated, task=SMALL).refused
     hidden = copy.deepcopy(cheated)

@@ -42,7 +42,9 @@ def forked(run, step, name="twin", **options):
 # --- forks ------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("step, edit", [(2, None), (3, None), (1, lambda groups, state: groups)])
+@pytest.mark.parametrize("step, edit", [
+    pytest.param(2, None, marks=pytest.mark.full), (3, None),
+    pytest.param(1, lambda groups, state: groups, marks=pytest.mark.full)])
 def test_without_a_change_it_is_the_run_in_every_bit(run, step, edit):
     twin = forked(run, step, edit=edit)
     assert content(twin.recorder.folder) == content(run.recorder.folder)

@@ -66,14 +66,17 @@ def alone(base, tmp_path_factory, methods):
 
 
 @pytest.fixture(scope="module")
-def pair(base, tmp_path_factory, methods):
-    """The folder of two ranks by every method; and by GRPO once more, where one rank was killed before, in step 1."""
+def pair(request, base, tmp_path_factory, methods):
+    """The folder of two ranks by every method; and in the full suite by GRPO once more, where one rank was killed before, in
+    step 1."""
     out = tmp_path_factory.mktemp("pair")
-    script("kill", base, out)
-    assert Run("killed", root=out / "rank-0").checkpointed() == 1
-    done = torchrun(2, PROGRAM, base, out, *methods, "killed")
+    killed = ["killed"] * any(item.name == "test_killed_and_resumed" for item in request.session.items)
+    if killed:
+        script("kill", base, out)
+        assert Run("killed", root=out / "rank-0").checkpointed() == 1
+    done = torchrun(2, PROGRAM, base, out, *methods, *killed)
     assert done.returncode == 0, done.stderr
-    assert done.stderr.count("going on after step 1") == 1  # said once
+    assert done.stderr.count("going on after step 1") == len(killed)  # said once
     return out
 
 
@@ -116,6 +119,7 @@ def same_end(told, tensors, alone):
     assert told["killed"]["rollouts"] in (None, alone[0]["grpo"]["rollouts"])
 
 
+@pytest.mark.full
 def test_killed_and_resumed(alone, pair):
     for rank in range(2):
         told, tensors = found(pair, rank, 2)

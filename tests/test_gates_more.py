@@ -208,7 +208,7 @@ FAULTS = [
           {"gradient of imitation − policy gradient with rewards, of its length"}, "policy = load_policy(str(saved))",
           without=("policy, own",), parameters={"quick": True}),
     Fault("14_tools", repair_what_cannot_be_read, {"calls made of turns that cannot be read"}, "print(run.shown",
-          without=TOOLS_TRAINED, parameters={"warm_up_steps": 1, "n_eval": 2}),
+          without=TOOLS_TRAINED, parameters={"quick": True, "warm_up_steps": 1, "n_eval": 2}),
     Fault("15_distillation", ask_the_teacher_at_another_temperature,
           {"package − plain code, sampled tokens, of the gradient's length"}, "async def share_right",
           without=("questions = practice", "grouped = load_policy"), parameters={"quick": True}, prepare=two_policies),

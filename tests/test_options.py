@@ -126,7 +126,8 @@ CASES = {
         "exact": [case(lambda new, base: new.attention == EXACT != base.attention, exact=True)],
     },
 }
-ALL = [pytest.param(config, c, id=f"{config.__name__}-{name}-{i}")
+LONG = (GRPOConfig, DPOConfig)  # their fields in the full suite alone
+ALL = [pytest.param(config, c, id=f"{config.__name__}-{name}-{i}", marks=[pytest.mark.full] if config in LONG else [])
        for config, cases in CASES.items() for name, some in cases.items() for i, c in enumerate(some)]
 
 

@@ -115,7 +115,8 @@ def work_of(method, tiny):
 SMALL, APART = {"token_budget": 1}, {"share_prompts": False}
 CUTS = [("sft", {}, {"token_budget": 60}), ("sft", {}, SMALL),
         *[("grpo", {}, change) for change in ({"token_budget": 40}, APART, APART | {"token_budget": 100})],
-        *[("dpo", kind, change) for change in ({"token_budget": 100}, APART, SMALL)
+        *[pytest.param("dpo", kind, change, marks=[pytest.mark.full] if kind else [])
+          for change in ({"token_budget": 100}, APART, SMALL)
           for kind in ({}, {"kind": "ipo"}, {"kind": "hinge"}, {"length_normalised": True})],
         ("reward_model", {}, {"token_budget": 100}), ("reward_model", {}, SMALL)]
 
@@ -333,7 +334,8 @@ def resumable(method, policy, run):
     return sft(policy, demonstrations(policy, PROBLEMS), SFTConfig(**common, optimiser=optimiser), run=run)
 
 
-@pytest.mark.parametrize("method", [*NAMES, "bfloat16", "dpo", "reward_model", "grpo"])
+@pytest.mark.parametrize("method", [*(pytest.param(name, marks=pytest.mark.full) for name in (*NAMES, "bfloat16", "dpo")),
+                                    "reward_model", "grpo"])
 def test_an_interrupted_run_goes_on_bit_for_bit(tiny, tmp_path, method):
     if method == "bfloat16":
         tiny.model.bfloat16()
@@ -349,6 +351,7 @@ def test_an_interrupted_run_goes_on_bit_for_bit(tiny, tmp_path, method):
     assert not list(resumed.folder.glob("*checkpoint*"))
 
 
+@pytest.mark.full
 def test_a_cancelled_step_leaves_a_policy_that_goes_on(tiny, tmp_path):
     """An interrupt in the middle of a step: the await ends at once, nothing is left running, and the next call goes on."""
     config = dataclasses.replace(FAST, steps=6, save_every=2)

@@ -407,7 +407,7 @@ async def test_the_same_call_on_a_server_of_vllms_make(tmp_path):
                 await remote.sample(PROMPTS, params=SHORT)
 
 
-@pytest.mark.parametrize("how", [RemoteError, asyncio.CancelledError])
+@pytest.mark.parametrize("how", [RemoteError, pytest.param(asyncio.CancelledError, marks=pytest.mark.full)])
 async def test_an_adapter_whose_answer_does_not_come_is_not_sampled_from(tmp_path, how):
     """The server had put it in when the trainer lost the answer; an adapter of another trainer with the same name and version
     is not sampled from either."""

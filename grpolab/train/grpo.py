@@ -44,6 +44,7 @@ async def grpo(
     be async, take a step at once, or be several (`rewards`). A `reference` is needed for a KL penalty to it. The rewards in
     `watch` are not trained on: their means stand in each row under their names. With a `critic` it is PPO (`ppo`).
     """
+    check_reference(policy, reference, config)
     tasks, ids_of, longest = await asked(policy, problems, config, reward, watch, run, success)
     sampler = await off_loop(lambda: Sampler(policy, exact=config.exact))
     source = sampled(policy, sampler, tasks, ids_of, config, reward, watch)
@@ -58,7 +59,7 @@ async def asked(
     success: float,
 ) -> tuple[Tasks, Callable[[Any], Sequence[int]], int]:
     """What `grpo` is asked to train on: the tasks, row -> prompt ids, and the most tokens that a prompt and its completion have
-    together."""
+    together, which the context must hold."""
     check_names(reward, watch or ())
     tasks = Tasks(problems, config, run, success)
     if tasks.adaptive and config.refills:
@@ -77,6 +78,7 @@ async def asked(
 
     rows = problems if not tasks.adaptive else [row["task"] for row in problems.table()] if hasattr(problems, "table") else ()
     longest = await in_thread(policy, lambda: longest_of(rows))
+    check_lengths(policy, longest, "prompt and completion")
     return tasks, ids_of, longest
 
 
