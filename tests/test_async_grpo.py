@@ -70,7 +70,7 @@ def test_staleness_0_is_grpo_in_every_bit(tiny, tmp_path):
     assert [r["staleness_max"] for r in ours] == [0] * 6 and not (runs[1].folder / "ahead").exists()
 
 
-@pytest.mark.parametrize("staleness", [1, 2, 4])
+@pytest.mark.parametrize("staleness", [2, *(pytest.param(s, marks=pytest.mark.full) for s in (1, 4))])
 def test_the_schedule_is_a_function_of_the_step(tiny, tmp_path, staleness):
     run, other = Run("one", root=tmp_path), fresh(tiny)
     rows = train(tiny, staleness, run=run)
@@ -171,6 +171,7 @@ def test_in_flight_each_token_carries_its_version_and_its_exact_log_prob(tiny, t
     assert all(0 <= r["staleness"] <= r["staleness_max"] <= 2 for r in rows)
 
 
+@pytest.mark.full
 def test_in_flight_rollouts_are_replayed_in_every_bit(tiny, tmp_path, monkeypatch):
     slow_decode(monkeypatch)
     run = Run("flight", root=tmp_path, replay_every=1)
@@ -182,6 +183,7 @@ def test_in_flight_rollouts_are_replayed_in_every_bit(tiny, tmp_path, monkeypatc
     assert not replay(run, 3, group=1).equal  # from the weights before the step
 
 
+@pytest.mark.full
 def test_a_step_of_older_weights_is_replayed_and_its_fork_is_refused(tiny, tmp_path):
     run = Run("ahead", root=tmp_path, replay_every=2)
     train(tiny, 2, run=run, steps=4)
@@ -192,7 +194,7 @@ def test_a_step_of_older_weights_is_replayed_and_its_fork_is_refused(tiny, tmp_p
             what()
 
 
-@pytest.mark.parametrize("in_flight", [False, True])
+@pytest.mark.parametrize("in_flight", [False, pytest.param(True, marks=pytest.mark.full)])
 def test_killed_right_after_a_checkpoint_it_repeats_what_was_drawn(tiny, tmp_path, monkeypatch, in_flight):
     """Resumed from the folder as it was when the checkpoint after step 3 had just been written."""
     slow_decode(monkeypatch)

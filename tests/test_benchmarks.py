@@ -173,6 +173,7 @@ def test_distillation_over_seeds(monkeypatch, tmp_path):
     assert distillation.best_rate({"pilot": {"sampled": {"0.001": 0.2, "0.0003": 0.4}}}, "sampled") == 3e-4
 
 
+@pytest.mark.full
 def test_several_rewards_over_seeds(monkeypatch, tmp_path):
     short = {"HELD_OUT": baselines.HELD_OUT[:4], "NEW_TOKENS": 4}
     shorter(monkeypatch, baselines, tmp_path, **short)

@@ -88,6 +88,7 @@ def test_what_its_own_text_shows_is_refused_without_training(entry, monkeypatch)
     assert "asks for 100%" in board.refusal(entry | {"task": replace(SMALL, target=1.0).key}, replace(SMALL, target=1.0))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("change", "why"), [
     (lambda e: edited(e, accuracy=0.95), "its result was edited (seed 0, accuracy: 0.95"),
     (lambda e: edited(e, tokens=10), "its result was edited (seed 0, tokens: 10"),

@@ -68,7 +68,9 @@ def test_baselines_as_theory_says(problem, size=2):
         assert row["noise"] == pytest.approx(table["noise"]["leave one out"])
 
 
-@pytest.mark.parametrize("who", [lambda p: stale(p, 8), estimators.bf16, lambda p: estimators.top_p(p, 0.95)])
+@pytest.mark.parametrize("who", [
+    lambda p: stale(p, 8), *(pytest.param(who, marks=pytest.mark.full)
+                             for who in (estimators.bf16, lambda p: estimators.top_p(p, 0.95)))])
 def test_only_weights_of_whole_sequences_are_exact_for_another_sampler_and_only_if_it_can_draw_everything(problem, who):
     table = bench(problem, OFF_POLICY, {"other": who(problem)}, group_size=2).set_index("estimator")
     exact = table["bias"]["weights of sequences"] < 1e-10

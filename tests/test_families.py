@@ -82,7 +82,7 @@ def make(name):
     return tiny_policy(model=model)
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.full] * n.endswith("with images")) for n in FAMILIES])
 def test_greedy_rollouts_past_every_window_are_recomputed(name):
     policy = make(name)
     with Sampler(policy, slots=4) as sampler:

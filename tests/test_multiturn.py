@@ -543,6 +543,7 @@ async def until(policy, curriculum, stop, folder, steps=4):
         return rows
 
 
+@pytest.mark.full
 def test_a_resumed_run_goes_on_with_the_curriculum_where_it_was(caller, tmp_path):
     """The rows hold its results, so neither a fresh one nor one that has gone on loses the way."""
     whole = used_tiers()
@@ -557,6 +558,7 @@ def test_a_resumed_run_goes_on_with_the_curriculum_where_it_was(caller, tmp_path
         assert after.state() == whole.state() and after.next_tasks(3) == whole.next_tasks(3)
 
 
+@pytest.mark.full
 def test_a_cell_run_again_begins_with_the_curriculum_as_it_was(learner, tmp_path, capsys):
     """On the same policy and curriculum, which both have gone on: the same tasks, the same rows; whole or interrupted."""
     curriculum = used_tiers()

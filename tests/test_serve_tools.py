@@ -1,19 +1,17 @@
 """Agents that call tools at the endpoint: OpenAI's schema both ways, and what is kept is what was sampled."""
 
-import asyncio
 import copy
 import json
-from functools import cache
 
 import openai
 import pytest
+from loop_helpers import rows_of
 from test_sessions import in_session
 from test_tool_calls import CALL, GOOD, ROOM
 from test_tools import call, turns_of
 
 from grpolab.chat import encode_chat, prompt_ids, user
 from grpolab.decode.audit import audit
-from grpolab.models.load import Policy, load_policy
 from grpolab.serve.service import serve_policy
 from grpolab.train.sft import SFTConfig, sft
 from grpolab.train.tools import Tools
@@ -27,24 +25,14 @@ def example(tokenizer, name):
                                    {"role": "tool", "content": "12"}, {"role": "assistant", "content": "12"}], [ROOM])
 
 
-@cache
-def trained_caller():
-    """A policy that learned to call `room` for these names, and then to say what it was told; trained once for all files."""
-    policy = load_policy("tiny", device="cpu")
-
-    async def train():
-        shown = [example(policy.tokenizer, name) for name in NAMES]
-        rows = [row async for row in sft(policy, shown, SFTConfig(steps=160, batch_size=4, lr=2e-3))]
-        assert rows[-1]["loss"] < 0.02
-
-    asyncio.run(train())
-    return policy
-
-
 @pytest.fixture
-def caller(_tiny):
-    known = trained_caller()
-    return Policy(copy.deepcopy(known.model), known.tokenizer, known.name, known.eos_ids)
+def caller(taught_once):
+    """A policy that learned to call `room` for these names, and then to say what it was told."""
+    def teach(policy):
+        shown = [example(policy.tokenizer, name) for name in NAMES]
+        assert rows_of(sft(policy, shown, SFTConfig(steps=160, batch_size=4, lr=2e-3)))[-1]["loss"] < 0.02
+
+    return taught_once("caller_of_room", teach)
 
 
 async def ask(client, messages, **options):
