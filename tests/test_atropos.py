@@ -164,13 +164,16 @@ async def test_a_group_that_does_not_fit_costs_itself(tiny):
             return 0
 
     wrong = ITEM | {"scores": [float("nan"), 0.0]}
-    batches = [[wrong], [wrong, ITEM]]
+    typed = ITEM | {"generation_params": {"policy_version": None}}
+    batches = [[wrong], [typed, ITEM], [wrong, ITEM]]
     source = atropos_source(Trainer(), tiny, GRPOConfig())
     with pytest.warns(UserWarning, match="1 of 2 groups were left out: a sequence came with the score nan"):
         drawn = await source(0)
     assert len(drawn.groups) == 1 and drawn.row["refused_groups"] == 1
+    with pytest.warns(UserWarning, match="1 of 2 groups were left out: .*NoneType"):
+        assert len((await source(1)).groups) == 1
     with pytest.raises(ValueError, match="no group of the batch can be trained on"):
-        await source(1)
+        await source(2)
 
 
 async def test_training_from_an_environment(tiny, api):

@@ -6,11 +6,12 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import AutoConfig
 
 from grpolab.chat import CHAT_TEMPLATE
 from grpolab.checker import parse_boxed_answer
 from grpolab.files import data_path
-from grpolab.models.load import Policy, choose_device, load_policy
+from grpolab.models.load import Policy, choose_device, load_policy, steady_context
 
 
 @pytest.fixture
@@ -214,3 +215,9 @@ def test_smollm2_from_the_wheel_is_dequantised_once_and_can_be_saved(nothing_cac
     again = load_policy("smollm2-135m", device="cpu")
     assert all(torch.equal(a, b) for a, b in zip(policy.model.parameters(), again.model.parameters(), strict=True))
     assert (policy.save(tmp_path / "copy") / "model.safetensors").stat().st_size > 3e5
+
+
+def test_the_context_of_a_composite_model_is_that_of_its_text():
+    config = AutoConfig.for_model("gemma3")
+    assert not hasattr(config, "max_position_embeddings")
+    assert steady_context(config) == config.text_config.max_position_embeddings

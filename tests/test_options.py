@@ -475,9 +475,10 @@ WRONG = {
     DPOConfig: [{"beta": 0}, {"kind": "dpo"}, {"label_smoothing": 0.9}, {"label_smoothing": 0.1, "kind": "ipo"}],
     RewardConfig: [{"centering": -1}],
     GRPOConfig: [{"aggregation": "tokens"}, {"advantage_kind": "std"}, {"kl_kind": "foo"}, {"clip_eps": 0.2},
-                 {"clip_eps": (-0.1, 0.2)}, {"kl_coef": math.inf}, {"temperature": math.inf}, {"max_new_tokens": 0},
+                 {"clip_eps": (-0.1, 0.2)}, {"clip_eps": (0.2, math.nan)}, {"kl_coef": math.inf}, {"temperature": math.inf}, {"max_new_tokens": 0},
                  {"ratio": "tokens"}, {"dual_clip": 3.0, "objective": "cispo"}, {"dual_clip": 0.5}, {"group_size": 0},
-                 {"group_size": 1}, {"minibatches": 65}, {"refills": -1}, {"sampler_cap": 0.5}, {"max_logp_diff": (0.0, 1.0)}],
+                 {"group_size": 1}, {"minibatches": 65}, {"refills": -1}, {"sampler_cap": 0.5}, {"max_logp_diff": (0.0, 1.0)},
+                 {"max_logp_diff": (0.1, math.nan)}],
 }
 
 

@@ -3,6 +3,7 @@ import json
 import pytest
 
 from grpolab.env import protocol
+from grpolab.env.client import Deadlines
 from grpolab.env.protocol import (
     CapacityError,
     EnvError,
@@ -121,3 +122,9 @@ def test_an_action_that_cannot_be_read_says_why():
     assert caught.value.code == "VALIDATION_ERROR"
     assert isinstance(caught.value, ServerError) and isinstance(caught.value, ValueError)
     assert str(InvalidAction("an environment's own words")) == "an environment's own words"
+
+
+@pytest.mark.parametrize("phase", ["connect", "admit", "reset", "step", "state", "mcp", "episode", "group"])
+def test_a_deadline_names_the_field_that_raises_it(phase):
+    field = str(protocol.DeadlineExceeded(phase, 1.0)).rpartition("raise Deadlines(")[2].partition("=")[0]
+    assert Deadlines(**{field: 2.0}) and (field == phase or phase in ("state", "mcp"))

@@ -495,7 +495,7 @@ async def test_echo_scores_a_prompt(tiny):
 
 
 @pytest.mark.parametrize("prompts", [[[9]], [[9], [8], [9]], [[5, 6, 7], [9], [5] * 511]])
-@pytest.mark.parametrize("way", ["unpadded", "rows", "alone"])
+@pytest.mark.parametrize("way", ["unpadded", "rows"])
 async def test_echo_of_prompts_of_a_single_token(tiny, monkeypatch, way, prompts):
     """They have no log-prob, alone or beside longer ones, in every way to take a forward; what follows them has one."""
     monkeypatch.setattr("grpolab.train.logps.way_of", lambda *_: way)

@@ -543,7 +543,8 @@ async def test_servers_that_cannot_be_started(tiny, tmp_path):
             await asyncio.sleep(0.05)
         publishing.cancel()
         with pytest.raises(asyncio.CancelledError):
-            await publishing
+            async with asyncio.timeout(20):
+                await publishing
         assert bridge.process is None
     assert [f.name for f in tmp_path.iterdir()] == ["server.log"]
     with pytest.raises(ValueError, match="weights. among them"):

@@ -193,7 +193,7 @@ def atropos_source(trainer: AtroposTrainer, policy: Policy, config: GRPOConfig) 
             try:
                 group = as_group(item, vocab, config.temperature, trainer.max_token_len, policy.eos_ids, policy.version)
                 advantages_of([item], [group], config)
-            except ValueError as error:
+            except (ValueError, TypeError) as error:  # TypeError: a field of another type
                 refused.append(error)
             else:
                 groups.append(group)
