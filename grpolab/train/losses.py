@@ -340,7 +340,8 @@ def _exp(log_ratio):
 def check_policy_options(objective, ratio, clip_eps, dual_clip, sampler_cap):
     _check_choice("objective", objective, OBJECTIVES)
     _check_choice("ratio", ratio, RATIOS)
-    if not (isinstance(clip_eps, tuple | list) and len(clip_eps) == 2 and all(isinstance(e, int | float) and e >= 0 for e in clip_eps)):
+    pair = isinstance(clip_eps, tuple | list) and len(clip_eps) == 2
+    if not (pair and all(isinstance(e, int | float) and e >= 0 for e in clip_eps)):
         raise ValueError(f"clip_eps must be (low, high), distances of the ratio from 1 that are not negative, got {clip_eps!r}")
     if dual_clip is not None and not (dual_clip > 1 and objective == "ppo"):
         raise ValueError(f"dual_clip must be above 1 and is for objective 'ppo', got {dual_clip} with {objective!r}")
