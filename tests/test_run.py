@@ -243,6 +243,14 @@ def test_an_earlier_run_is_opened_done_again_or_moved_aside(tiny, earlier, tmp_p
         os.utime(path)
     train(fresh(tiny), Run("z", root=tmp_path), replace(CONFIG, lr=2e-3))
     assert untimed(Run("z.1", root=tmp_path).table().to_dict("records")) == earlier
+    for name, what in (("v", "a run that started from other weights"), ("w", "a run on other data")):
+        shutil.copytree(tmp_path / "y", tmp_path / name)
+        policy, rows = fresh(tiny), demonstrations(tiny, PROBLEMS)
+        if name == "v":
+            policy.model.get_input_embeddings().weight.data.add_(1e-3)
+        rows_of(sft(policy, rows if name == "v" else rows[1:], CONFIG, run=Run(name, root=tmp_path)))
+        assert f"{name} held {what}" in capsys.readouterr().err
+        assert untimed(Run(f"{name}.1", root=tmp_path).table().to_dict("records")) == earlier
     train(fresh(tiny), run, replace(CONFIG, lr=3e-3))  # the cell again, changed: this process may replace what it wrote
     assert not (tmp_path / "x.2").exists() and "x held a run of another configuration (lr 0.002 -> 0.003): this" in (
         capsys.readouterr().out)

@@ -4,6 +4,7 @@ import asyncio
 import dataclasses
 import math
 import random
+import sys
 
 import pytest
 import torch
@@ -386,7 +387,9 @@ def test_a_cancelled_step_leaves_a_policy_that_goes_on(tiny, tmp_path):
 # --- bad input --------------------------------------------------------------------------------------------------------
 
 
-def test_bad_input_is_refused(tiny):
+def test_bad_input_is_refused(tiny, monkeypatch):
+    made = []
+    monkeypatch.setattr(sys.modules[grpo.__module__], "Sampler", lambda *args, **options: made.append(args))
     with pytest.raises(ValueError, match="data set is empty"):
         collect(sft(tiny, [], SFTConfig(steps=1)))
     with pytest.raises(ValueError, match="data set is empty"):
@@ -397,6 +400,7 @@ def test_bad_input_is_refused(tiny):
         collect(grpo(tiny, tiny, PROBLEMS, FAST))
     with pytest.raises(ValueError, match="context of 'tiny' is 512"):
         collect(grpo(tiny, None, PROBLEMS, dataclasses.replace(FAST, max_new_tokens=500)))
+    assert not made  # so much is seen before a sampler is there
     long = encode_chat(tiny.tokenizer, user("x" * 600) + [{"role": "assistant", "content": "1"}])
     with pytest.raises(ValueError, match="context of 'tiny' is 512"):
         collect(sft(tiny, [long], SFTConfig(steps=1)))

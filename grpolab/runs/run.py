@@ -245,11 +245,11 @@ class Run:
         name, plain, key = str(self.folder.resolve()), plain_config(config), weights_hash(policy)
         path = self.folder / "run.json"  # what the last loop wrote about itself
         note = json.loads(path.read_text()) if path.exists() else {}
-        other = _difference(note, plain, key)
+        other = _difference(note, plain, key, "" if self.checkpointed() else data)  # a checkpoint of other data is refused
         if other and name not in _begun:
             self._set_aside(other)
             note = {}
-        elif other and note.get("config") != plain:
+        elif other and other != OTHER_START:
             print(f"{self.shown(self.folder)} held {other}: this one takes its place")
         _begun.add(name)
         starts = _starts.get(policy.model, {})
@@ -416,13 +416,19 @@ def provenance(config, run: Run | None, steps: int, base: str) -> dict:
     }
 
 
-def _difference(note: dict, plain: dict, start: str) -> str | None:
-    """What a folder with this note (empty: none) holds other than the run of this configuration from this start, in words."""
+OTHER_START = "a run that started from other weights"
+
+
+def _difference(note: dict, plain: dict, start: str, data: str) -> str | None:
+    """What a folder with this note (empty: none) holds other than the run of this configuration from this start on this data
+    ("": not known), in words."""
     before = note.get("config", {})
     changed = [f"{k} {before.get(k)!r} -> {plain.get(k)!r}" for k in {**before, **plain} if before.get(k) != plain.get(k)]
     if note and changed:
         return f"a run of another configuration ({', '.join(changed)})"
-    return "a run that started from other weights" if note and note.get("start") != start else None
+    if note and note.get("start") != start:
+        return OTHER_START
+    return "a run on other data, or against another reference" if data and note.get("data", data) not in ("", data) else None
 
 
 def _csv(rows: list[dict], columns: list[str], header: bool = True) -> str:

@@ -30,7 +30,7 @@ from grpolab.rollouts import Group, RecordedGroup, Rollout
 from grpolab.runs.rollout_log import Recorder, step_of
 from grpolab.runs.run import Run
 from grpolab.train import distributed
-from grpolab.train.grpo import asked, grpo_from, mean
+from grpolab.train.grpo import asked, check_reference, grpo_from, mean
 from grpolab.train.grpo_config import GRPOConfig
 from grpolab.train.loop import in_thread
 from grpolab.train.rewards import Reward, finished_and_correct
@@ -79,6 +79,7 @@ async def async_grpo(
         raise ValueError("async_grpo runs in one process: start it without torchrun, or give it a RemoteSampler")
     if config.in_flight and sampler is not None:
         raise ValueError("in_flight=True needs the sampler of this process: a served policy changes between completions")
+    check_reference(policy, reference, config)
     tasks, ids_of, longest = await asked(policy, problems, config, reward, watch, run, 1.0)
     if tasks.adaptive:
         raise ValueError("a curriculum chooses by the results of the step before, which are not known here yet: give it rows")
