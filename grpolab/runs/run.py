@@ -62,9 +62,9 @@ class Run:
     that it starts from for as long as the process holds the model. Later, in the same folder:
     - a policy that this run has trained goes back to that start, or to a checkpoint of the same configuration, whatever
       was done with it since;
-    - any other policy is taken as it is: it goes on from a checkpoint where start and configuration are the same. Where they
-      differ, what an earlier process left in the folder is moved into a folder beside it, `tiny.1`, and what this process has
-      made there is replaced.
+    - any other policy is taken as it is: it goes on from a checkpoint where start and configuration are the same. Where they,
+      or the data of a finished run, differ, what an earlier process left in the folder is moved into a folder beside it,
+      `tiny.1`, and what this process has made there is replaced.
     Printed lines say so. Checkpoints exist only while a loop is unfinished: every `save_every` steps, and when it is
     interrupted or fails. One that was trained on other data or against another reference is refused (that a reward is another
     function is not noticed), and so is a second loop at the same time, in this process or another.
