@@ -20,7 +20,7 @@ from loop_helpers import flat, fresh, rows_of, untimed
 from grpolab.arithmetic import Task, generate
 from grpolab.runs import run as lab_run
 from grpolab.runs.checkpoints import data_hash
-from grpolab.runs.run import Run
+from grpolab.runs.run import Run, repository
 from grpolab.train import DPOConfig, RewardConfig, RewardModel, dpo, reward_model
 from grpolab.train.grpo import GRPOConfig, grpo
 from grpolab.train.preferences import load_preferences
@@ -360,3 +360,13 @@ def test_names_are_text_and_a_seed_is_a_whole_number_with_a_folder_of_its_own(tm
     assert not list(tmp_path.iterdir())
     folders = [Run("a/b", root=tmp_path, seed=seed).folder for seed in (None, 0, 1)]
     assert folders == [tmp_path / "a--b", tmp_path / "a--b", tmp_path / "a--b" / "seed-1"]
+
+
+def test_runs_lie_in_the_working_directory_or_beside_the_notebooks_of_a_project(tmp_path, monkeypatch):
+    (tmp_path / "notebooks").mkdir()
+    monkeypatch.chdir(tmp_path / "notebooks")
+    assert repository() == tmp_path / "notebooks"  # of nobody's project
+    (tmp_path / "pyproject.toml").touch()
+    assert repository() == tmp_path
+    monkeypatch.chdir(tmp_path)
+    assert repository() == tmp_path
