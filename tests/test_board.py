@@ -121,6 +121,7 @@ def test_held_out_questions_are_noticed_also_where_the_entry_hides_them(entry, c
     assert "other questions or another program made them" in verify(hidden, task=SMALL).refused
 
 
+@pytest.mark.full
 def test_on_another_processor_the_means_are_compared(entry, replayed):
     elsewhere = entry | {"machine": entry["machine"] | {"processor": "another"}, "start": "of other bits"}
     found = verify(elsewhere, task=SMALL)
@@ -141,9 +142,9 @@ def test_on_another_processor_the_means_are_compared(entry, replayed):
     {"accuracy": math.nan}, {"accuracy": 1.5}, {"seconds": math.nan}, {"seconds": -1.0}, {"tokens": 10**400}, {"tokens": 3},
     {"asked": [1, 2]}, {"asked": [[{}], ["1 + 1"]]}, {"rewards": [0.5]}, {"rewards": ["a", "b"]},
 ])
-def test_numbers_that_its_recipe_cannot_give_are_refused(entry, change, tmp_path):
+def test_numbers_that_its_recipe_cannot_give_are_refused(change, tmp_path):
     with pytest.raises(ValueError, match="no entry of the board"):
-        read(save(edited(entry, **change), tmp_path / "a.json"))
+        read(save(edited(read(ENTRIES[0]), **change), tmp_path / "a.json"))
 
 
 @pytest.mark.parametrize(("text", "why"), [
@@ -177,11 +178,11 @@ def test_what_is_no_entry_is_refused(text, why, tmp_path, capsys):
     ('method = "grpo"\ngroup-size = 8\ngroup_size = 9', "twice"),
     ('method = "grpo"\nlr = -1.0', "lr"),
 ])
-def test_a_recipe_sets_the_options_of_grpo_alone(recipe, why, entry, tmp_path):
+def test_a_recipe_sets_the_options_of_grpo_alone(recipe, why, tmp_path):
     with pytest.raises(ValueError, match=why):
         config_of(recipe)
     with pytest.raises(ValueError, match=why):
-        read(save(entry | {"recipe": recipe}, tmp_path / "a.json"))
+        read(save(read(ENTRIES[0]) | {"recipe": recipe}, tmp_path / "a.json"))
 
 
 def test_a_recipe_is_read():

@@ -109,6 +109,7 @@ def fp16():
     return load_policy("tiny", dtype="float16", device="cpu")
 
 
+@pytest.mark.full
 def test_float16_learns_what_fp32_learns_since_its_losses_are_scaled():
     """Divided by many tokens, a loss has gradients below the smallest number of float16 without the scale."""
     small, gradients = SFTConfig(token_budget=100), {}
@@ -138,7 +139,8 @@ def test_a_scale_that_is_too_large_costs_steps_but_no_weights_and_is_kept_by_a_c
     assert rows[0]["loss_scale"] == 2.0**22 and rows[-1]["lr"] > 0 and rows[-1]["loss"] < rows[0]["loss"]
 
 
-@pytest.mark.parametrize("exact", [pytest.param(False, marks=pytest.mark.full), True])
+@pytest.mark.full
+@pytest.mark.parametrize("exact", [False, True])
 def test_grpo_in_bf16_has_a_ratio_of_one_in_exact_mode(exact):
     policy = bf16()
     config = GRPOConfig(steps=2, prompts_per_step=16, group_size=8, max_new_tokens=21, lr=1e-4, warmup=0, exact=exact)

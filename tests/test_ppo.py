@@ -58,7 +58,8 @@ class GroupMean(Critic):
         return values * 0 + torch.tensor([[self.means[id(r)]] for r in rollouts])
 
 
-@pytest.mark.parametrize("options", [{}, {"inner_epochs": 2, "minibatches": 2}, {"token_budget": 64}])
+@pytest.mark.parametrize("options", [{}, *(pytest.param(more, marks=pytest.mark.full) for more in (
+    {"inner_epochs": 2, "minibatches": 2}, {"token_budget": 64}))])
 def test_ppo_is_grpo_where_lambda_is_1_and_the_value_the_groups_mean(start, options):
     """The same rows and the same weights, to rounding; with another lambda they are others."""
     config = dataclasses.replace(CONFIG, **options)

@@ -29,8 +29,8 @@ def test_pair_logps_equal_one_plain_forward_a_sequence(tiny):
 
 
 @pytest.mark.parametrize("change", [
-    {}, {"token_budget": 200}, {"share_prompts": False, "kind": "ipo"},
-    pytest.param({"autocast": "bfloat16"}, marks=pytest.mark.full)])
+    {"token_budget": 200}, *(pytest.param(more, marks=pytest.mark.full) for more in (
+        {}, {"share_prompts": False, "kind": "ipo"}, {"autocast": "bfloat16"}))])
 def test_resident_and_cached_reference_train_alike_in_every_bit(tiny, tmp_path, change):
     pairs, config = preferences(tiny), DPOConfig(steps=6, batch_size=4, lr=3e-4, **change)
     one, two, three = fresh(tiny), fresh(tiny), fresh(tiny)

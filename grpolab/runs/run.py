@@ -419,7 +419,7 @@ def provenance(config, run: Run | None, steps: int, base: str) -> dict:
 OTHER_START = "a run that started from other weights"
 
 
-def _difference(note: dict, plain: dict, start: str, data: str) -> str | None:
+def _difference(note: dict, plain: dict, start: str, data: str = "") -> str | None:
     """What a folder with this note (empty: none) holds other than the run of this configuration from this start on this data
     ("": not known), in words."""
     before = note.get("config", {})
