@@ -10,9 +10,9 @@ import torch
 from grpolab.models.load import Policy
 from grpolab.train.optimisers import OPTIMISERS
 
-NAMES = [
-    pytest.param(name, marks=pytest.mark.skipif(name == "adamw_8bit" and not importlib.util.find_spec("bitsandbytes"),
-                                                reason="needs bitsandbytes"))
+NAMES = [  # of optimisers; all but the first in the full suite alone
+    pytest.param(name, marks=[pytest.mark.skipif(name == "adamw_8bit" and not importlib.util.find_spec("bitsandbytes"),
+                                                 reason="needs bitsandbytes"), *[pytest.mark.full] * (name != "adamw")])
     for name in OPTIMISERS
 ]
 

@@ -30,7 +30,7 @@ def train(policy, config, run=None, stop=None):
     return rows_of(sft(policy, demonstrations(policy, PROBLEMS), config, run=run), stop)
 
 
-@pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.full] * (n != "adamw")) for n in NAMES])
+@pytest.mark.parametrize("name", NAMES)
 def test_it_learns(tiny, name):
     config = dataclasses.replace(CONFIG, steps=30, optimiser=name, lr=1e-2 if name == "adafactor" else 2e-3)
     rows = train(tiny, config)

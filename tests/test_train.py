@@ -335,7 +335,7 @@ def resumable(method, policy, run):
     return sft(policy, demonstrations(policy, PROBLEMS), SFTConfig(**common, optimiser=optimiser), run=run)
 
 
-@pytest.mark.parametrize("method", [*(pytest.param(name, marks=pytest.mark.full) for name in (*NAMES, "bfloat16", "dpo")),
+@pytest.mark.parametrize("method", [*NAMES, *(pytest.param(name, marks=pytest.mark.full) for name in ("bfloat16", "dpo")),
                                     "reward_model", "grpo"])
 def test_an_interrupted_run_goes_on_bit_for_bit(tiny, tmp_path, method):
     if method == "bfloat16":
