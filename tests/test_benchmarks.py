@@ -145,8 +145,12 @@ def test_staleness_over_seeds(monkeypatch, tmp_path):
     shorter(monkeypatch, async_grpo, tmp_path, **short)
     monkeypatch.setattr(async_grpo, "STALENESS", (0, 2))
     monkeypatch.setattr(async_grpo, "ARMS", [(0, "clip"), (2, "none"), (2, "weights")])
-    with monkeypatch.context() as patch:  # rewards that differ in each group, or nothing is trained and no rollout gets stale
-        patch.setattr(async_grpo, "learned", partial(async_grpo.learned, reward=lambda text, row, r: Random(r.seed).random()))
+    def reward(text, row, rollout):  # differs in each group, or nothing is trained and no rollout gets stale
+        return Random(rollout.seed).random()
+
+    monkeypatch.setattr(async_grpo, "finished_and_correct", reward)
+    with monkeypatch.context() as patch:
+        patch.setattr(async_grpo, "learned", partial(async_grpo.learned, reward=reward))
         asyncio.run(async_grpo.main([0]))
     found = json.loads((tmp_path / "async_grpo.json").read_text())["seeds"]["0"]
     assert set(found) == {"start", "rejection", "0, clip", "2, none", "2, weights"}
