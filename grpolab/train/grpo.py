@@ -76,7 +76,9 @@ async def asked(
     def longest_of(rows):
         return max(len(ids_of(row)) for row in rows) + config.max_new_tokens if rows else policy.context
 
-    rows = problems if not tasks.adaptive else [row["task"] for row in problems.table()] if hasattr(problems, "table") else ()
+    rows = problems
+    if tasks.adaptive:  # one without a table may ask anything
+        rows = [row["task"] for row in problems.table()] if hasattr(problems, "table") else ()
     longest = await in_thread(policy, lambda: longest_of(rows))
     check_lengths(policy, longest, "prompt and completion")
     return tasks, ids_of, longest
