@@ -85,7 +85,7 @@ def report_other_logps_and_let_the_slot_decide(monkeypatch):
 # The cells between the pairs and the appendix, which train and ask, and one that counts bytes: slow among many objects.
 DPO_TRAINED = ("plain = await", "reference = cache_logps", "columns = [", "metrics, points", "last = points", "kinds = {",
                "far = ", "fig, axes = plt.subplots(1, 2", "def chosen_alone", "rates = {", "suite_table", "side_by_side",
-               "parts = {", "def live_bytes")
+               "parts = {", "def live_tensors")
 
 
 def fewer_pairs(monkeypatch, **options):
