@@ -152,6 +152,7 @@ def drawn_from(models, rollout, versions):
     return torch.tensor(logps)
 
 
+@pytest.mark.full
 def test_in_flight_each_token_carries_its_version_and_its_exact_log_prob(tiny, tmp_path, monkeypatch):
     slow_decode(monkeypatch)
     run = Run("flight", root=tmp_path)
@@ -218,7 +219,7 @@ def test_killed_right_after_a_checkpoint_it_repeats_what_was_drawn(tiny, tmp_pat
     assert not (again.folder / "ahead").exists()
 
 
-@pytest.mark.parametrize("cancel", [False, True])
+@pytest.mark.parametrize("cancel", [False, pytest.param(True, marks=pytest.mark.full)])
 def test_stopped_anywhere_it_goes_on_in_every_bit(tiny, tmp_path, cancel):
     start, cut = fresh(tiny), fresh(tiny)
     rows = train(tiny, 2)

@@ -103,6 +103,7 @@ def test_a_function_of_ones_own_stands_beside_them(problem):
     assert table["bias"][0] < 1e-10 < table["bias"][2] and list(table["how"][:2]) == ["exact", "50 draws"]
 
 
+@pytest.mark.full
 def test_on_policy_no_correction_changes_leave_one_out(problem):
     """All ratios are 1 there; a clip, a cap or a weight acts on nothing."""
     corrections = {name: of for name, of in OFF_POLICY.items() if name not in ON_POLICY}

@@ -31,6 +31,7 @@ def test_usual_mistakes_are_stated_wrong_and_the_format_never_occurs():
     assert 0.55 < sum(errors) / len(errors) < 0.75 and not any("boxed" in line or "User" in line for line in lines)
 
 
+@pytest.mark.full
 def test_a_short_run_writes_a_model_that_loads_and_says_how_it_was_made(tmp_path, capsys):
     given = ["--steps", "2", "--later", "1", "--rows", "2", "--width", "32", "--every", "1", "--ask", "2", "--seed", "5"]
     for name in ("one", "two"):

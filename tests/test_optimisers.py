@@ -127,6 +127,7 @@ def test_float16_learns_what_fp32_learns_since_its_losses_are_scaled():
     assert {r["loss_scale"] for r in rows} == {2.0**14} and "loss_scale" not in theirs[0]
 
 
+@pytest.mark.full
 def test_a_scale_that_is_too_large_costs_steps_but_no_weights_and_is_kept_by_a_checkpoint(tmp_path, monkeypatch):
     monkeypatch.setattr(optimisers, "FIRST_SCALE", 2.0**25)
     config, began = SFTConfig(steps=40, batch_size=4, lr=1e-3, save_every=1), weights(fp16())

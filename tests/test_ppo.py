@@ -100,6 +100,7 @@ def test_a_critic_learns_what_a_prefix_is_worth(start):
     assert torch.equal(flat(policy), before)
 
 
+@pytest.mark.full
 def test_a_run_with_a_critic_goes_on_in_every_bit(start, tmp_path):
     """Broken off after two steps, and taken up by another policy and critic, as in another process."""
     def taken(folder, steps):

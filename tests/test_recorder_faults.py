@@ -33,6 +33,7 @@ def test_numbers_of_a_data_frame_are_numbers(run, tmp_path):  # noqa: F811
 # --- damaged, foreign, half gone --------------------------------------------------------------------------------------
 
 
+@pytest.mark.full
 def test_a_record_of_another_run_is_named(run, tiny, tmp_path):  # noqa: F811
     other = Run("other", root=tmp_path / "other")
     train(tiny, other, replace(CONFIG, lr=5e-3, seed=1, save_every=20))

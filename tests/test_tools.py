@@ -292,7 +292,7 @@ async def test_environments_that_fail_in_this_process_fail_by_name():
 
 # --- training ---------------------------------------------------------------------------------------------------------
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_a_policy_is_trained_on_what_it_wrote_and_reads_what_it_called(tiny):
     """After demonstrations of a call: exact ids and log-probs, results with mask 0, groups that train."""
     async def main():
