@@ -50,7 +50,7 @@ def naming(path: Path) -> Iterator[None]:
             error.filename = str(path)
         raise
     except SafetensorError as error:
-        number = re.search(r"os error (\d+)", str(error))
+        number = re.search(r"(?:os error|code:) (\d+)", str(error))  # the latter as safetensors 0.4 says it
         if number is None:
             raise
         raise OSError(int(number[1]), os.strerror(int(number[1])), str(path)) from error

@@ -3,6 +3,7 @@
 import subprocess
 import sys
 from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
 
 import pandas as pd
@@ -14,6 +15,8 @@ from grpolab.rollouts import Group
 from grpolab.tasks import read_rows
 from grpolab.train.preferences import pairs_by_reward
 from grpolab.train.reward_model import RewardModel
+
+SERVES = find_spec("httpx2") is not None  # neither it nor peft is there with the minimum dependency versions
 
 
 def test_data_writes_disjoint_files(tmp_path, capsys):
@@ -168,21 +171,25 @@ def test_pairs_by_a_reward_are_written_gone_on_with_and_read_by_dpo_and_reward(t
     (tmp_path / "mine.py").write_text(source)
     assert main([*command, "--out", "pairs.jsonl"]) == 0 and "holds the first 4 rows: going on" in capsys.readouterr().out
     assert (tmp_path / "pairs.jsonl").read_text() == (tmp_path / "whole.jsonl").read_text() and not partial.exists()
-    monkeypatch.setattr("grpolab.cli.pairs.Judge", lambda url, model: lambda text, row, rollout: -sum(map(ord, text)) / 1000)
-    judged = ["--judge", "http://127.0.0.1:1", "--judge-model", "big"]
-    assert main([*command[:4], *judged, *command[6:], "--out", "judged.jsonl"]) == 0
-    assert (tmp_path / "judged.jsonl").read_text() == (tmp_path / "whole.jsonl").read_text()
     rows = read_rows("pairs.jsonl", needs=("chosen", "rejected"))
     assert len(rows) == 12 and all(row["chosen_reward"] > row["rejected_reward"] for row in rows)
     assert main([*command, "--out", "pairs.jsonl"]) == 2 and "are not written over" in capsys.readouterr().err
+    if SERVES:
+        monkeypatch.setattr("grpolab.serve.judge.Judge",
+                            lambda url, model: lambda text, row, rollout: -sum(map(ord, text)) / 1000)
+        judged = ["--judge", "http://127.0.0.1:1", "--judge-model", "big"]
+        assert main([*command[:4], *judged, *command[6:], "--out", "judged.jsonl"]) == 0
+        assert (tmp_path / "judged.jsonl").read_text() == (tmp_path / "whole.jsonl").read_text()
     short = ["tiny", "--data", "pairs.jsonl", "--steps", "1", "--batch-size", "4"]
-    assert main(["dpo", *short]) == 0 == main(["reward", *short, "--lora-rank", "2"])
+    adapter = ["--lora-rank", "2"] if find_spec("peft") else []
+    assert main(["dpo", *short]) == 0 == main(["reward", *short, *adapter])
     assert RewardModel.load(tmp_path / "runs/cli_reward/tiny/policy").score([[1, 2]])[0] != 0
 
 
 @pytest.mark.parametrize(("options", "status", "says"), [
     (["--samples", "1"], 2, "--samples is at least 2"), (["--judge", "http://x"], 2, "with --judge-model NAME"),
-    (["--judge", "http://127.0.0.1:1", "--judge-model", "big", "--max-new-tokens", "2"], 1, "the judge: http://127.0.0.1:1"),
+    pytest.param(["--judge", "http://127.0.0.1:1", "--judge-model", "big", "--max-new-tokens", "2"], 1,
+                 "the judge: http://127.0.0.1:1", marks=pytest.mark.skipif(not SERVES, reason="needs grpolab[serve]")),
     ([], 1, "has no 'answer'"), (["--reward", "grpolab.chat_rules:RULES"], 1, "is no function"),
     (["--reward", "mine.py:same", "--max-new-tokens", "2"], 1, "no row gave a pair (1 rows, 1 no pair: none ended)"),
 ])

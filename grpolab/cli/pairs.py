@@ -22,8 +22,6 @@ from grpolab.decode.sampling import SamplingParams
 from grpolab.files import atomic_write
 from grpolab.models.load import Policy, load_policy
 from grpolab.runs.checkpoints import data_hash, weights_hash
-from grpolab.serve.http_client import RemoteError
-from grpolab.serve.judge import Judge
 from grpolab.train.preferences import pairs_by_reward, preference_row
 from grpolab.train.rewards import report, sample_and_score
 
@@ -62,9 +60,12 @@ class Pairs:
         reward = self.rewarded(rows)
         policy = load_policy(self.model, dtype=self.dtype)
         partial = Partial(self.out, self.settings(policy, rows))
+        failures = ()
+        if self.judge:  # a reward needs nothing of the extra `serve`
+            from grpolab.serve.http_client import RemoteError as failures
         try:
             asyncio.run(self.sample(policy, rows, reward, partial))
-        except RemoteError as error:
+        except failures as error:
             raise ValueError(f"the judge: {error}") from error
         counts = partial.counts()
         if not counts["pairs"]:
@@ -78,6 +79,8 @@ class Pairs:
 
     def rewarded(self, rows: Sequence[dict]) -> Callable:
         if self.judge:
+            from grpolab.serve.judge import Judge
+
             return Judge(self.judge, self.judge_model)
         if self.reward is None:
             tasks.check_answers(rows, self.data)
