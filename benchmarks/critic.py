@@ -102,7 +102,7 @@ async def measure(policy: Policy, pool: GrpoPool) -> dict:
 
 
 async def rejection(start: Policy, pool: GrpoPool, seed: int) -> tuple[Policy, dict]:
-    """SFT from the start on the best of each sixteen of its own games."""
+    """SFT from the start on the best of each eight of its own games."""
     policy, each = copy_of(start), GRPO.steps * GRPO.group_size
     games = await played(start, pool, each, seed)
     best = [max(games[i : i + GRPO.group_size], key=lambda e: e.rollout.reward) for i in range(0, len(games), GRPO.group_size)]
