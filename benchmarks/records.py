@@ -27,7 +27,7 @@ MEASURES = {  # record -> the rooms of the package whose code decides what it sa
     "seeds": (*TRAINING, "env"), "several_rewards": TRAINING,
     "series": (*TRAINING, "env", "lab"),
     "service": ("models", "decode", "serve"), "threads": ("models", "decode"), "trl": TRAINING,
-    "smollm2_aws": (*TRAINING, "env"), "smollm2_tools": (*TRAINING, "env"),
+    "smollm2_aws": (*TRAINING, "env"), "smollm2_aws_seeds": (*TRAINING, "env"), "smollm2_tools": (*TRAINING, "env"),
 }
 
 

