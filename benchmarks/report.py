@@ -18,6 +18,7 @@ HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent
 sys.path.insert(0, str(ROOT))
 
+from grpolab.env.aws.generate import instances  # noqa: E402
 from grpolab.evaluate import Interval, clustered_interval, mean_interval, student_t, wilson  # noqa: E402
 from grpolab.files import atomic_write  # noqa: E402
 from grpolab.lab import board  # noqa: E402
@@ -497,6 +498,41 @@ def administration(found: dict, results: Path) -> list:
             rows, below(10, gains)]
 
 
+def administration_over_seeds(found: dict, results: Path) -> list:
+    settings, names = found["settings"], {"sft": "best SFT", "rejection": "rejection sampling", "grpo": "GRPO"}
+    templates = [t.template for tier in settings["tiers"] for t in instances(tier, settings["held_out"], 0, "held_out")]
+
+    def ahead(before: dict, after: dict) -> dict:
+        """Greedy and sampled differences, with tasks of one template as one sample."""
+        flags = zip("".join(before["flags"].values()), "".join(after["flags"].values()), strict=True)
+        counts = zip(before["counts"], after["counts"], strict=True)
+        each = {"greedy": [int(b) - int(a) for a, b in flags],
+                "sampled": [(int(b) - int(a)) / settings["samples"] for a, b in counts]}
+        return {how: clustered_interval(values, templates) for how, values in each.items()}
+
+    rows, gaps = [], []
+    for _, seed, grown in runs_of(found, "grpo"):
+        start, kept = found[f"sft {seed}"], found.get(f"rejection {seed}")
+        for name, run in (("sft", start), ("rejection", kept), ("grpo", grown)):
+            if run:
+                row = {"policy": names[name], "seed": seed, "both tiers": run["after"]["both"]}
+                row |= {tier: run["after"][tier] for tier in settings["tiers"]} | {"sampled": run["after"]["sampled"]}
+                if run is not start:
+                    gains = ahead(start["after"], run["after"])
+                    row |= {f"over the best SFT, {how}": gain.points for how, gain in gains.items()}
+                    row["sampled tokens"] = f"{run['tokens']:,}"
+                rows.append(row)
+        if kept:
+            gaps += [{"seed": seed} | {f"GRPO − rejection sampling, {how}": f"{gap.points}: {gap.verdict}"
+                                       for how, gap in ahead(kept["after"], grown["after"]).items()}]
+    rounds = settings["rejection"]
+    return [f"The tasks above, one command an episode, {settings['model']} in {settings['dtype']}. Each seed has its own "
+            "demonstrations and its own SFT; GRPO (the short recipe) and rejection sampling begin at the best of it and have "
+            f"equally many rollouts. Rejection sampling: {rounds['rounds']} rounds of {rounds['tasks']} tasks and "
+            f"{rounds['samples']} samples, then SFT on the answers that solved their task. Intervals of differences are over "
+            "the templates.", rows, gaps]
+
+
 def asking(found: dict, results: Path) -> list:
     settings, grpo, rows, gains = found["settings"], found["settings"]["grpo"], [], []
 
@@ -690,7 +726,9 @@ QUESTIONS = {
     "What does SmolLM2-135M-Instruct learn?": [
         ("SmolLM2: arithmetic", "smollm2_arithmetic_larger", arithmetic),
         ("SmolLM2: a task of reasoning-gym", "smollm2_gym", gym), ("SmolLM2: rules of chat", "smollm2_english", english),
-        ("SmolLM2: AWS accounts", "smollm2_aws", administration), ("SmolLM2: through Atropos", "smollm2_atropos", atropos),
+        ("SmolLM2: AWS accounts", "smollm2_aws", administration),
+        ("SmolLM2: AWS accounts, with rejection sampling", "smollm2_aws_seeds", administration_over_seeds),
+        ("SmolLM2: through Atropos", "smollm2_atropos", atropos),
         ("SmolLM2: a tool to be asked", "smollm2_tools", asking)],
     "How fast is it, and how large?": [
         ("Decode engine", "decode", decode, "OMP_NUM_THREADS=2 python benchmarks/decode.py"),

@@ -48,8 +48,8 @@ SETTINGS = {key: aws.SETTINGS[key] for key in SHARED} | {
                   "look": 10}}
 
 
-def load(name: str = runs.MODEL):
-    policy = load_policy(name, device="cpu", dtype=SETTINGS["dtype"])
+def load(name: str | None = None):
+    policy = load_policy(name or runs.MODEL, device="cpu", dtype=SETTINGS["dtype"])
     policy.tokenizer.chat_template = aws.TEMPLATE
     return policy
 

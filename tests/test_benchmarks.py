@@ -33,6 +33,8 @@ import rollouts  # noqa: E402
 import seeds  # noqa: E402
 import several_rewards  # noqa: E402
 import smollm2_arithmetic as sums  # noqa: E402
+import smollm2_aws as accounts  # noqa: E402
+import smollm2_aws_seeds as seeded  # noqa: E402
 import smollm2_english as english  # noqa: E402
 import smollm2_runs as runs  # noqa: E402
 import smollm2_tools as asking  # noqa: E402
@@ -305,6 +307,37 @@ def test_a_tool_is_asked_or_not_by_every_policy_of_the_record(monkeypatch, tmp_p
     assert record["sft"]["shown"] == 20 > record["rewarded sft"]["shown"] >= record["rewarded sft"]["asking"] > 0
     assert all(len(record[name]["greedy"]["flags"]) == 3 for name in ("sft", "grpo 0", "rejection 0 1"))
     assert len(report.asking(record, tmp_path)[1]) == 7
+
+
+@pytest.mark.full
+def test_every_way_to_administer_accounts_is_recorded(monkeypatch, tmp_path):
+    """Two seeds of every stage on the embedded model, which solves nothing: what rejection sampling would keep is given."""
+    pytest.importorskip("botocore")
+    short = {"steps": 2, "warmup": 0}
+    small = {"choosing": 2, "held_out": 4, "samples": 2, "new_tokens": 6, "sft": seeded.SETTINGS["sft"] | short, "look": 2}
+    for settings in (accounts.SETTINGS, seeded.SETTINGS):
+        for key, value in small.items():
+            monkeypatch.setitem(settings, key, value)
+    monkeypatch.setitem(seeded.SETTINGS, "grpo", seeded.SETTINGS["grpo"] | short | {
+        "prompts_per_step": 2, "group_size": 2, "max_new_tokens": 6})
+    monkeypatch.setitem(seeded.SETTINGS, "rejection", {
+        "rounds": 2, "tasks": 4, "samples": 2, "sft": seeded.SETTINGS["sft"] | short, "look": 2})
+    for name, value in {"MODEL": "tiny", "words": lambda doc: ["0", "1"]}.items():
+        monkeypatch.setattr(runs, name, value)
+    monkeypatch.setattr(accounts, "TEMPLATE", CHAT_TEMPLATE)
+    monkeypatch.setattr(seeded, "RESULTS", tmp_path / "smollm2_aws_seeds.json")
+    monkeypatch.setattr(seeded, "solved", lambda account, tasks, groups, policy: [accounts.solved_chat(t) for t in tasks[:2]])
+    monkeypatch.chdir(tmp_path)
+    works = dict(zip(seeded.STAGES, (seeded.imitated, seeded.reinforced, seeded.rejection)))
+    monkeypatch.setattr(runs, "in_process", lambda script, stage, seed: json.loads(json.dumps(
+        asyncio.run(works[stage](int(seed))))))
+    seeded.main()
+    record = json.loads((tmp_path / "smollm2_aws_seeds.json").read_text())
+    assert {f"{stage} {seed}" for stage in seeded.STAGES for seed in (0, 1)} <= set(record)
+    assert record["rejection 1"]["rollouts"] == 16 and record["rejection 1"]["kept"] == [2, 4]
+    assert record["summary"]["seeds"] == [0, 1] and "grpo - rejection" in record["summary"]["sampled"]
+    _, rows, gaps = report.administration_over_seeds(record, tmp_path)
+    assert len(rows) == 6 and len(gaps) == 2
 
 
 @pytest.mark.full
