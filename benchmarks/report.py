@@ -834,10 +834,11 @@ def real_model(results: Path) -> dict[str, str]:
     if found := record("smollm2_gym", results):
         rows[f"SmolLM2-135M, {found['chosen']} of reasoning-gym: as it is → GRPO"] = (
             f"{rate(found['base']['solved'])} → {seeds_of(found, 'grpo', 'solved')}")
+    if found := record("smollm2_aws_seeds", results):
+        rows["SmolLM2-135M, simulated AWS accounts, held-out tasks, greedy: best SFT → GRPO (rejection sampling)"] = (
+            f"{seeds_of(found, 'sft', 'both')} → {seeds_of(found, 'grpo', 'both')} ({seeds_of(found, 'rejection', 'both')})")
     if found := record("smollm2_aws", results):
-        rows["SmolLM2-135M, simulated AWS accounts, held-out tasks: best SFT → GRPO"] = (
-            f"{rate(found['best']['both'])} → {seeds_of(found, 'short', 'both')}")
-        rows["the same in episodes of two turns, on tasks sampled after the hyperparameters were frozen"] = (
+        rows["the same in episodes of two turns (rejection sampling not run), on tasks sampled after the recipe was frozen"] = (
             f"{rate(found['best twice']['third set']['both'])} → {seeds_of(found, 'twice', 'both', 'third set')}")
     if found := record("smollm2_english", results):
         after, kept = ([rate(str(flag_rate(run["greedy"]["all rules"]))) for _, _, run in runs_of(found, way)]

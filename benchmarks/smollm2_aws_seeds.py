@@ -140,7 +140,7 @@ def summary(record) -> dict:
     return {"seeds": done} | {
         name: {stage: [round(v, 4) for v in of[stage]] for stage in STAGES}
         | {f"{a} - {b}": str(mean_interval([x - y for x, y in zip(of[a], of[b])], student_t(len(done) - 1)))
-           for a, b in (("grpo", "sft"), ("rejection", "sft"), ("grpo", "rejection")) if len(done) > 1}
+           for a, b in (("grpo", "sft"), ("rejection", "sft"), ("grpo", "rejection")) if len(done) > 2}
         for name, of in (("greedy", rates), ("sampled", sampled))}
 
 

@@ -311,7 +311,7 @@ def test_a_tool_is_asked_or_not_by_every_policy_of_the_record(monkeypatch, tmp_p
 
 @pytest.mark.full
 def test_every_way_to_administer_accounts_is_recorded(monkeypatch, tmp_path):
-    """Two seeds of every stage on the embedded model, which solves nothing: what rejection sampling would keep is given."""
+    """Three seeds of every stage on the embedded model, which solves nothing: what rejection sampling would keep is given."""
     pytest.importorskip("botocore")
     short = {"steps": 2, "warmup": 0}
     small = {"choosing": 2, "held_out": 4, "samples": 2, "new_tokens": 6, "sft": seeded.SETTINGS["sft"] | short, "look": 2}
@@ -322,7 +322,7 @@ def test_every_way_to_administer_accounts_is_recorded(monkeypatch, tmp_path):
         "prompts_per_step": 2, "group_size": 2, "max_new_tokens": 6})
     monkeypatch.setitem(seeded.SETTINGS, "rejection", {
         "rounds": 2, "tasks": 4, "samples": 2, "sft": seeded.SETTINGS["sft"] | short, "look": 2})
-    for name, value in {"MODEL": "tiny", "words": lambda doc: ["0", "1"]}.items():
+    for name, value in {"MODEL": "tiny", "words": lambda doc: ["0", "1", "2"]}.items():
         monkeypatch.setattr(runs, name, value)
     monkeypatch.setattr(accounts, "TEMPLATE", CHAT_TEMPLATE)
     monkeypatch.setattr(seeded, "RESULTS", tmp_path / "smollm2_aws_seeds.json")
@@ -333,11 +333,11 @@ def test_every_way_to_administer_accounts_is_recorded(monkeypatch, tmp_path):
         asyncio.run(works[stage](int(seed))))))
     seeded.main()
     record = json.loads((tmp_path / "smollm2_aws_seeds.json").read_text())
-    assert {f"{stage} {seed}" for stage in seeded.STAGES for seed in (0, 1)} <= set(record)
+    assert {f"{stage} {seed}" for stage in seeded.STAGES for seed in (0, 1, 2)} <= set(record)
     assert record["rejection 1"]["rollouts"] == 16 and record["rejection 1"]["kept"] == [2, 4]
-    assert record["summary"]["seeds"] == [0, 1] and "grpo - rejection" in record["summary"]["sampled"]
+    assert record["summary"]["seeds"] == [0, 1, 2] and "grpo - rejection" in record["summary"]["sampled"]
     _, rows, gaps = report.administration_over_seeds(record, tmp_path)
-    assert len(rows) == 6 and len(gaps) == 2
+    assert len(rows) == 9 and len(gaps) == 3
 
 
 @pytest.mark.full
