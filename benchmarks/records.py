@@ -1,4 +1,4 @@
-"""The records in results/: each carries the commit and a hash of the code that it measures.
+"""The records in results/: each, and each row of one that is made in parts, carries the commit and a hash of its code.
 
     python benchmarks/records.py     # lists the records whose code has changed since they were made
 """
@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import hashlib
 import json
 from collections.abc import Iterable
@@ -58,19 +59,30 @@ def provenance(rooms: Iterable[str]) -> dict:
 
 
 def write(path: Path, content: dict) -> Path:
-    """Write a record with its provenance; its name says what it measures."""
-    return atomic_write(path, json.dumps(content | {"provenance": provenance(measured(path.stem))}, indent=1) + "\n")
+    """Write a record with its provenance; its name says what it measures. Rows that an earlier run made keep theirs."""
+    made = provenance(measured(path.stem))
+    if isinstance(content.get("rows"), list):
+        content = content | {"rows": [{**row, "provenance": row.get("provenance", made)} for row in content["rows"]]}
+    return atomic_write(path, json.dumps(content | {"provenance": made}, indent=1) + "\n")
 
 
 def stale(results: Path = RESULTS) -> dict[str, str]:
-    """Record -> why it no longer speaks of the present code."""
+    """Record -> why it, or some row of it, no longer speaks of the present code."""
+    present = functools.cache(lambda room: code_hash(ROOT / "grpolab" / room))
+
+    def reason(made: dict | None) -> str:
+        if made is None:
+            return "made before records carried a hash"
+        changed = [room for room, code in made["code"].items() if present(room) != code]
+        return f"{', '.join(changed)} changed since {made['commit']}" if changed else ""
+
     found = {}
     for path in sorted(results.glob("*.json")):
-        made = json.loads(path.read_text()).get("provenance")
-        if made is None:
-            found[path.stem] = "made before records carried a hash"
-        elif changed := [room for room, code in made["code"].items() if code_hash(ROOT / "grpolab" / room) != code]:
-            found[path.stem] = f"{', '.join(changed)} changed since {made['commit']}"
+        record = json.loads(path.read_text())
+        rows = record["rows"] if isinstance(record.get("rows"), list) else []
+        reasons = [why for part in rows or [record] if (why := reason(part.get("provenance", record.get("provenance"))))]
+        if reasons:
+            found[path.stem] = reasons[0] + (f" ({len(reasons)} of {len(rows)} rows)" if rows else "")
     return found
 
 

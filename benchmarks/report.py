@@ -581,16 +581,21 @@ def asking(found: dict, results: Path) -> list:
 WORKLOADS = {"single": "batch 1", "fixed": "fixed length", "grpo": "GRPO, 8 prompts × 8", "spread": "geometric lengths"}
 
 
+def origin(row: dict) -> dict:
+    """The vector instructions of the machine and the commit of the code that made a row."""
+    return {"instructions": row["machine"].get("instructions", "not noted"),
+            "commit": (row.get("provenance") or {}).get("commit", "not noted")}
+
+
 def decode(found: dict, results: Path) -> list:
-    rows = [{"model": r["model"], "workload": WORKLOADS[r["workload"]],
-             "instructions": r["machine"].get("instructions", "not noted"), "rollouts": r["rollouts"],
+    rows = [{"model": r["model"], "workload": WORKLOADS[r["workload"]], **origin(r), "rollouts": r["rollouts"],
              "ratio": f"{r['ratio']:.2f}×", "worst … best": f"{r['ratio_worst']:.2f} … {r['ratio_best']:.2f}",
              "peer": r["peer"],
              "our tokens/s": f"{r['tokens_per_s']['sampler']:,.0f}",
              "to llama.cpp": f"{r['llama']['ratio']:.2f}×" if "llama" in r else "",
              "of the machine's arithmetic": f"{r['profile']['of_fp32_arithmetic']:.0%}"} for r in found["rows"]]
-    late = [(f"{r['model']}, {WORKLOADS[r['workload']]}", f"{r['ratio']:.2f}×", f"{r['target']:g}×") for r in found["rows"]
-            if r["ratio"] < r["target"]]
+    late = [(f"{r['model']}, {WORKLOADS[r['workload']]}, {origin(r)['instructions']}", f"{r['ratio']:.2f}×",
+             f"{r['target']:g}×") for r in found["rows"] if r["ratio"] < r["target"]]
     return ["Wall clock against `generate()` with its best batching, sampling at T = 1 with log-probabilities, prefill "
             "included. llama.cpp decodes the same BF16 weights.", rows, missed(late)]
 
@@ -609,8 +614,7 @@ def trl(found: dict, results: Path) -> list:
     for r in found["rows"]:
         method, goal = METHODS[r["method"]], r["goal"]
         name = f"{r['model']}, {r['precision']}, {method}, {r['lengths']} lengths"
-        rows.append({"model": r["model"], "precision": r["precision"], "method": method, "lengths": r["lengths"],
-                     "instructions": r["machine"].get("instructions", "not noted"),
+        rows.append({"model": r["model"], "precision": r["precision"], "method": method, "lengths": r["lengths"], **origin(r),
                      "speed": f"{r['speed']:.2f}×", "our seconds a step": f"{r['grpolab']['step_s']:.3g}",
                      "memory, ours / TRL's": f"{r['memory']:.2f}",
                      "memory of": goal["memory_of"].replace("_gb", "").replace("_", " ")})

@@ -391,6 +391,11 @@ def test_a_record_is_stale_once_its_code_changes_and_not_for_prose(tmp_path, mon
     assert records.stale(tmp_path) == {}
     (room / "a.py").write_text("x = 2\n")
     assert records.stale(tmp_path)["pool"].startswith("env changed since ")
+    records.write(tmp_path / "pool.json", {"rows": [{"peer": 1}]})
+    (room / "a.py").write_text("x = 3\n")
+    kept = json.loads((tmp_path / "pool.json").read_text())["rows"]
+    records.write(tmp_path / "pool.json", {"rows": [*kept, {"peer": 2}]})  # a run of a part: the other row is of older code
+    assert records.stale(tmp_path)["pool"].endswith(" (1 of 2 rows)")
     (tmp_path / "lora.json").write_text("{}")
     assert records.stale(tmp_path)["lora"] == "made before records carried a hash"
     with pytest.raises(ValueError, match="record 'other' is not in MEASURES"):
