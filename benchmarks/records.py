@@ -61,8 +61,8 @@ def provenance(rooms: Iterable[str]) -> dict:
 def write(path: Path, content: dict) -> Path:
     """Write a record with its provenance; its name says what it measures. Rows that an earlier run made keep theirs."""
     made = provenance(measured(path.stem))
-    if isinstance(content.get("rows"), list):
-        content = content | {"rows": [{**row, "provenance": row.get("provenance", made)} for row in content["rows"]]}
+    if "rows" in content:
+        content = content | {"rows": [{"provenance": made} | row for row in content["rows"]]}
     return atomic_write(path, json.dumps(content | {"provenance": made}, indent=1) + "\n")
 
 
@@ -79,8 +79,8 @@ def stale(results: Path = RESULTS) -> dict[str, str]:
     found = {}
     for path in sorted(results.glob("*.json")):
         record = json.loads(path.read_text())
-        rows = record["rows"] if isinstance(record.get("rows"), list) else []
-        reasons = [why for part in rows or [record] if (why := reason(part.get("provenance", record.get("provenance"))))]
+        rows = record.get("rows", [])
+        reasons = [why for part in rows or [record] if (why := reason(part.get("provenance")))]
         if reasons:
             found[path.stem] = reasons[0] + (f" ({len(reasons)} of {len(rows)} rows)" if rows else "")
     return found

@@ -525,12 +525,9 @@ def administration_over_seeds(found: dict, results: Path) -> list:
         if kept:
             gaps += [{"seed": seed} | {f"GRPO − rejection sampling, {how}": f"{gap.points}: {gap.verdict}"
                                        for how, gap in ahead(kept["after"], grown["after"]).items()}]
-    def apart(a: str, b: str, rates: dict) -> str:
-        """The mean difference of two stages, paired by seed."""
-        return over_seeds([x - y for x, y in zip(rates[a], rates[b])]).points
-
-    over = [{"over the seeds": f"{names[a]} − {names[b]}"} | {how: apart(a, b, found["summary"][how])
-                                                              for how in ("greedy", "sampled")}
+    over = [{"over the seeds": f"{names[a]} − {names[b]}"}
+            | {how: over_seeds([x - y for x, y in zip(found["summary"][how][a], found["summary"][how][b])]).points
+               for how in ("greedy", "sampled")}
             for a, b in (("grpo", "sft"), ("rejection", "sft"), ("grpo", "rejection"))] if len(gaps) > 2 else []
     rounds = settings["rejection"]
     return [f"The tasks above, one command an episode, {settings['model']} in {settings['dtype']}. Each seed has its own "
