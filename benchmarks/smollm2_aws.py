@@ -256,20 +256,28 @@ async def reinforced(kind: str, seed: int) -> dict:
         for part in range(recipe.pop("rounds", 1)):
             own = seed + 10 * part  # other instances, and other draws
             run = Run("smollm2_aws", f"{kind}_{seed}_{part}", seed=own, keep="none")
-            fresh = FreshTasks(template_ids(*TIERS), seed=own)
-            config = GRPOConfig(seed=own, **recipe)
-            async for row in multi_turn_grpo(policy, None, fresh, config, pool, limits=limits(turns), run=run):
-                shown = {k: round(row[k], 3) for k in ("reward", "tier", "mixed", "turns", "sampling_s", "update_s", "lost")}
-                print(row["step"], json.dumps(shown), file=sys.stderr, flush=True)
+            await practise(policy, GRPOConfig(seed=own, **recipe), run, pool, turns)
             rows += [row | {"step": len(rows) + i} for i, row in enumerate(run.metrics)]
             policy.save(run.folder / "last")  # a measurement that fails does not cost the training
         peak = runs.memory("VmHWM")
         after = await two_turns(policy, pool) if kind == "twice" else await one_command(policy)
+    return course(rows) | {"peak_gb": round(peak, 3), "threads": runs.torch.get_num_threads(), "after": after}
+
+
+async def practise(policy, config: GRPOConfig, run: Run, pool, turns: str = "limits") -> None:
+    """GRPO on tasks that are generated anew from the seed of `config`, with a line a step."""
+    fresh = FreshTasks(template_ids(*TIERS), seed=config.seed)
+    async for row in multi_turn_grpo(policy, None, fresh, config, pool, limits=limits(turns), run=run):
+        shown = {k: round(row[k], 3) for k in ("reward", "tier", "mixed", "turns", "sampling_s", "update_s", "lost")}
+        print(config.seed, row["step"], json.dumps(shown), file=sys.stderr, flush=True)
+
+
+def course(rows: Sequence[dict]) -> dict:
+    """What the record keeps of the steps of a run."""
     took = [row["sampling_s"] + row["update_s"] for row in rows]
     return {"rewards": [round(row["reward"], 4) for row in rows], "tiers": [row["tier"] for row in rows],
             "step_s": round(statistics.median(took), 2), "seconds": round(sum(took), 1), "path": path_of(rows),
-            "lost": sum(row["lost"] for row in rows), "peak_gb": round(peak, 3),
-            "threads": runs.torch.get_num_threads(), "after": after}
+            "lost": sum(row["lost"] for row in rows)}
 
 
 async def share_of(answered: Awaitable[list[tuple[str, bool]]]) -> float:

@@ -29,13 +29,11 @@ from grpolab import Sampler, SamplingParams, load_policy
 from grpolab.chat import prompt_ids
 from grpolab.env.aws.backend import Simulator
 from grpolab.env.aws.environment import AwsEnv
-from grpolab.env.aws.generate import FreshTasks, instance, instances
+from grpolab.env.aws.generate import instance, instances
 from grpolab.env.aws.tasks import template_ids
-from grpolab.evaluate import mean_interval, student_t
 from grpolab.runs.run import Run
 from grpolab.runs.selection import Selection
 from grpolab.train import GRPOConfig, SFTConfig, demonstrations, sft
-from grpolab.train.multiturn import multi_turn_grpo
 
 COMMAND = "OMP_NUM_THREADS=1 python benchmarks/smollm2_aws_seeds.py 0 1 2"
 RESULTS = aws.HERE / "results" / "smollm2_aws_seeds.json"
@@ -73,18 +71,13 @@ async def imitated(seed: int) -> dict:
 
 async def reinforced(seed: int) -> dict:
     """GRPO from the best SFT."""
-    policy, fresh = folder("sft", seed).best(load), FreshTasks(template_ids(*aws.TIERS), seed=seed)
-    config, run = GRPOConfig(seed=seed, **SETTINGS["grpo"]), Run("smollm2_aws_seeds", f"grpo_{seed}", seed=seed, keep="none")
+    policy, config = folder("sft", seed).best(load), GRPOConfig(seed=seed, **SETTINGS["grpo"])
+    run = Run("smollm2_aws_seeds", f"grpo_{seed}", seed=seed, keep="none")
     async with aws.seats() as pool:
-        async for row in multi_turn_grpo(policy, None, fresh, config, pool, limits=aws.limits(), run=run):
-            shown = {k: round(row[k], 3) for k in ("reward", "tier", "mixed", "sampling_s", "update_s", "lost")}
-            print(seed, row["step"], json.dumps(shown), file=sys.stderr, flush=True)
+        await aws.practise(policy, config, run, pool)
     rows, each = run.metrics, config.prompts_per_step * config.group_size
-    took = [row["sampling_s"] + row["update_s"] for row in rows]
-    return {"rewards": [round(row["reward"], 4) for row in rows], "tiers": [row["tier"] for row in rows],
-            "path": aws.path_of(rows), "rollouts": each * len(rows),
-            "tokens": round(sum(row["completion_length"] for row in rows) * each), "lost": sum(row["lost"] for row in rows),
-            "step_s": round(statistics.median(took), 2), "seconds": round(sum(took), 1), "after": await aws.one_command(policy)}
+    return aws.course(rows) | {"rollouts": each * len(rows), "after": await aws.one_command(policy),
+                               "tokens": round(sum(row["completion_length"] for row in rows) * each)}
 
 
 def solved(account: str, tasks, groups, policy) -> list[list[dict]]:
@@ -131,17 +124,15 @@ async def rejection(seed: int) -> dict:
 
 
 def summary(record) -> dict:
-    """Over the seeds: each stage's rate, and what GRPO adds to the other two, greedy and sampled."""
+    """Each stage's rate on the held-out tasks, greedy and sampled, of the seeds that have all stages."""
     done = [s for s in range(100) if all(f"{stage} {s}" in record for stage in STAGES)]
-    rates = {stage: [sum(map(int, "".join(record[f"{stage} {s}"]["after"]["flags"].values()))) / (2 * SETTINGS["held_out"])
-                     for s in done] for stage in STAGES}
-    sampled = {stage: [statistics.mean(map(int, record[f"{stage} {s}"]["after"]["counts"])) / SETTINGS["samples"] for s in done]
-               for stage in STAGES}
-    return {"seeds": done} | {
-        name: {stage: [round(v, 4) for v in of[stage]] for stage in STAGES}
-        | {f"{a} - {b}": str(mean_interval([x - y for x, y in zip(of[a], of[b])], student_t(len(done) - 1)))
-           for a, b in (("grpo", "sft"), ("rejection", "sft"), ("grpo", "rejection")) if len(done) > 2}
-        for name, of in (("greedy", rates), ("sampled", sampled))}
+
+    def rates(of) -> dict:
+        return {stage: [round(of(record[f"{stage} {s}"]["after"]), 4) for s in done] for stage in STAGES}
+
+    return {"seeds": done,
+            "greedy": rates(lambda after: statistics.mean(map(int, "".join(after["flags"].values())))),
+            "sampled": rates(lambda after: statistics.mean(map(int, after["counts"])) / SETTINGS["samples"])}
 
 
 def main() -> None:
