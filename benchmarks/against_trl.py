@@ -15,8 +15,9 @@ without checkpointing, which is its fastest form; `--micro N` makes it accumulat
 In bf16 both keep fp32 weights for the optimiser: ours loads bf16 parameters and adds fp32 master copies at the first step, so
 that they count as memory above the weights; TRL has fp32 parameters under autocast (`bf16=True`).
 DPO has its reference log-probs precomputed on both sides. The first step of a process is warm-up; the figures are medians
-of the rest. Ours come with the seconds of the update within a step (the rest of a GRPO step is sampling) and with what one
-further update, after the memory is read, spends on matrix products, on attention, on other tensor operations, and outside.
+of the rest, and `rounds` has the ratio of each pair of processes. Ours come with the seconds of the update within a step (the
+rest of a GRPO step is sampling) and with what one further update, after the memory is read, spends on matrix products, on
+attention, on other tensor operations, and outside.
 The record keeps one row a model, precision and method, with the machine that measured it.
 """
 
@@ -267,6 +268,8 @@ def compare(cell, rounds, steps, micro) -> dict:
     faster, share = GOALS[cell]
     kind = "peak_gb" if method == "grpo" else "above_weights_gb"
     row["speed"] = row["trl"]["step_s"] / row["grpolab"]["step_s"]
+    row["rounds"] = [statistics.median(theirs["seconds"]) / statistics.median(ours["seconds"])
+                     for ours, theirs in zip(peers["grpolab"], peers["trl"])]
     row["memory"] = row["grpolab"][kind] / row["trl"][kind]
     row["goal"] = {"speed": faster, "memory": share, "memory_of": kind}
     row["met"] = {"speed": row["speed"] >= faster, "memory": share is None or row["memory"] <= share}
@@ -327,7 +330,8 @@ def main() -> None:
             records.write(args.out, record)
             a, b = row["grpolab"], row["trl"]
             print(f"{model:13} {dtype} {method:5} {lengths:5}"
-                  f" {a['step_s']:8.3f} s against {b['step_s']:8.3f} s: {row['speed']:.2f}x   "
+                  f" {a['step_s']:8.3f} s against {b['step_s']:8.3f} s: {row['speed']:.2f}x "
+                  f"({', '.join(f'{r:.2f}' for r in row['rounds'])})   "
                   f"peak {a['peak_gb']:.2f} GB against {b['peak_gb']:.2f} GB, above weights "
                   f"{a['above_weights_gb']:.2f} against {b['above_weights_gb']:.2f} GB   goals {row['met']}\n"
                   f"{'':13} update {a['update_s']:.3f} s: "

@@ -613,13 +613,20 @@ def threads(found: dict, results: Path) -> list:
             "go before it waits.", rows]
 
 
+def of_rounds(row: dict) -> str:
+    """The ratios' range, and of how many rounds; nothing where the record is of one, or older than the list."""
+    each = row.get("rounds", [])
+    return f"{min(each):.2f} … {max(each):.2f} ({len(each)})" if len(each) > 1 else ""
+
+
 def trl(found: dict, results: Path) -> list:
     rows, goals = [], []
     for r in found["rows"]:
         method, goal = METHODS[r["method"]], r["goal"]
         name = f"{r['model']}, {r['precision']}, {method}, {r['lengths']} lengths"
         rows.append({"model": r["model"], "precision": r["precision"], "method": method, "lengths": r["lengths"], **origin(r),
-                     "speed": f"{r['speed']:.2f}×", "our seconds a step": f"{r['grpolab']['step_s']:.3g}",
+                     "speed": f"{r['speed']:.2f}×", "worst … best (rounds)": of_rounds(r),
+                     "our seconds a step": f"{r['grpolab']['step_s']:.3g}",
                      "memory, ours / TRL's": f"{r['memory']:.2f}",
                      "memory of": goal["memory_of"].replace("_gb", "").replace("_", " ")})
         goals += [(name, f"{r['speed']:.2f}×", f"{goal['speed']:g}×")] if r["speed"] < goal["speed"] else []

@@ -70,7 +70,7 @@ ERRORS = [-10, -2, -1, 1, 2, 10]
 
 def usual_mistakes(share: float = 0.3) -> dict[tuple[str, int, int], int]:
     """What the embedded model's pretraining text (data/make_tiny.py) states wrongly on purpose, for about a `share` of the
-    pairs of last digits: (+ or -, last digit of a, last digit of b) -> what most of its statements add to the result."""
+    pairs of last digits: (+ or -, last digit of a, last digit of b) -> what most statements of its last quarter add."""
     rng = random.Random("misconceptions")
     pairs = [(op, i, j) for op in "+-" for i in range(10) for j in range(10)]
     drawn = ((pair, rng.choice(ERRORS) if rng.random() < share else None) for pair in pairs)
