@@ -864,8 +864,8 @@ def real_model(results: Path) -> dict[str, str]:
 
 
 def ladder(series: Path, results: Path) -> str:
-    """A line a notebook: its title, what its own first cell says that one learns, and the minutes of its record."""
-    rows = []
+    """A line a notebook: its title, what its own first cell says that one learns, and its minutes in the recorded series."""
+    rows, took = [], (record("series", results) or {"notebooks": {}})["notebooks"]
     for path in sorted(series.glob("[0-9][0-9]_*.ipynb")):
         text = "".join(json.loads(path.read_text())["cells"][0]["source"])
         title = re.search(r"^# (.*)$", text, re.M)
@@ -873,17 +873,16 @@ def ladder(series: Path, results: Path) -> str:
         if not title or not learn or not before:
             raise ValueError(f"{path.name}: its first cell needs a line `# NN · title` and rows `| you will learn | ... |` and "
                              "`| read first | ... |`")
-        kept = record(f"notebooks/{path.stem}", results)
         rows.append({"notebook": f"[{title[1]}](notebooks/{path.name})", "you will learn": learn[1],
                      "read first": re.sub(r"\[(\d+)\]\([^)]*\)", r"\1", before[1]),
-                     "minutes": kept["minutes"] if kept else "not recorded"})
+                     "minutes": took.get(path.stem, "not recorded")})
     return table(rows)
 
 
 def minutes(results: Path) -> str:
-    """How long the series took as one command, over its last recorded times: other work on the machine makes it longer."""
+    """How long the series took as one command."""
     whole = record("series", results)
-    return (f"The recorded `make run` of {whole['notebooks']} notebooks took {span(whole['minutes'], '.0f')} minutes on "
+    return (f"The recorded run of {len(whole['notebooks'])} notebooks took {whole['minutes']:.0f} minutes on "
             f"{whole['processors']} processor cores, {whole['jobs']} at a time, after the installation; `make test` executes "
             "them again, most of them shortened.")
 

@@ -194,7 +194,11 @@ def test_store_puts_the_executed_notebook_in_place(series):
     assert [c.execution_count for c in stored.cells] == [1, 2]
     assert "papermill" not in json.dumps(stored) and not stored.cells[1].outputs[0].get("name") == "stderr"
     record = json.loads((series.parent / "benchmarks" / "results" / "notebooks" / "01_fine.json").read_text())
-    assert record["passed"] and record["checks"][0]["name"] == "n" and record["minutes"] >= 0 and "threads" in record
+    assert record["passed"] and record["checks"][0]["name"] == "n" and "threads" in record
+    assert not (series.parent / "benchmarks" / "results" / "series.json").exists()  # that of the whole series alone
+    assert notebooks.run_series([], {}, store=True) == 0
+    whole = json.loads((series.parent / "benchmarks" / "results" / "series.json").read_text())
+    assert list(whole["notebooks"]) == ["01_fine", "02_other"] and all(m >= 0 for m in whole["notebooks"].values())
 
 
 @pytest.mark.full
@@ -223,11 +227,11 @@ def test_notebooks_run_beside_each_other(series, capfd, monkeypatch):
 
 
 def test_what_needs_the_first_policy_waits_for_it_and_the_longest_goes_next(series):
-    results = series.parent / "benchmarks" / "results" / "notebooks"
-    results.mkdir(parents=True)
-    for stem, source, minutes in (("03_needs", 'Run("01_sft", model)', 2.0), ("04_long", "1", 9.0), ("05_free", "1", 3.0)):
+    record = series.parent / "benchmarks" / "results" / "series.json"
+    record.parent.mkdir(parents=True)
+    record.write_text(json.dumps({"notebooks": {"03_needs": 2.0, "04_long": 9.0, "05_free": 3.0}}))
+    for stem, source in (("03_needs", 'Run("01_sft", model)'), ("04_long", "1"), ("05_free", "1")):
         nbformat.write(small(source), series / f"{stem}.ipynb")
-        (results / f"{stem}.json").write_text(json.dumps({"minutes": minutes}))
     def in_turn(*asked, jobs):
         return tuple([path.stem[:2] for path in part] for part in notebooks.in_turn(notebooks.find(asked), jobs))
     assert in_turn(jobs=2) == (["01", "02"], ["04", "05", "03"])

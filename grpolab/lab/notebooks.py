@@ -16,8 +16,6 @@ from pathlib import Path
 from grpolab.files import atomic_write, fewer_colours
 from grpolab.runs.run import repository
 
-TIMES = 3  # of the whole series that its record holds, the last ones
-
 
 def _home(folder: str) -> Path:
     """This folder of the repository."""
@@ -51,7 +49,8 @@ def run_series(numbers: list[str], parameters: dict, *, jobs: int = 1, store: bo
 
     The executed copy lies in runs/<notebook>/<model>/ (of another seed than 0 in its seed-<seed>/), also when it failed: it
     is then the log. The notebook itself stays as it is. With `store` the copy takes its place, if it passed, its figures
-    that of figures/<notebook>_<name>.png, its minutes and gate values that of benchmarks/results/notebooks/<notebook>.json.
+    that of figures/<notebook>_<name>.png, its gate values that of benchmarks/results/notebooks/<notebook>.json; the minutes of
+    a whole series that passed go to benchmarks/results/series.json.
 
     Of several `jobs`, each has its share of the processors and a process of its own, in the order of `in_turn`. An interrupt
     ends all of them, and the same command goes on from their checkpoints.
@@ -70,12 +69,19 @@ def run_series(numbers: list[str], parameters: dict, *, jobs: int = 1, store: bo
     with ExitStack() as stack:
         pool = stack.enter_context(ProcessPoolExecutor(jobs, mp_context=get_context("spawn"))) if jobs > 1 else None
         each = pool.map if pool else map
-        passed = [*each(run, first), *each(run, rest)]
-    minutes = (time.monotonic() - began) / 60
-    print(f"{len(passed)} notebooks, {passed.count(False)} failed, {minutes:.1f} min", flush=True)
-    if store and not numbers and all(passed):
-        record_series(paths[0].parent.parent / "benchmarks" / "results" / "series.json", round(minutes, 1), jobs, len(passed))
-    return 0 if all(passed) else 1
+        done = [*each(run, first), *each(run, rest)]
+    took, failed = (time.monotonic() - began) / 60, [passed for passed, _ in done].count(False)
+    print(f"{len(done)} notebooks, {failed} failed, {took:.1f} min", flush=True)
+    if store and not numbers and not failed:
+        each_took = {path.stem: round(minutes, 1) for path, (_, minutes) in zip([*first, *rest], done)}
+        write_record(series_record(paths[0]), {"minutes": round(took, 1), "jobs": jobs, "processors": os.cpu_count(),
+                                               "notebooks": dict(sorted(each_took.items()))})
+    return 1 if failed else 0
+
+
+def series_record(notebook: Path) -> Path:
+    """Where the minutes of the last stored series are kept."""
+    return notebook.parents[1] / "benchmarks" / "results" / "series.json"
 
 
 def in_turn(paths: list[Path], jobs: int) -> tuple[list[Path], list[Path]]:
@@ -86,19 +92,9 @@ def in_turn(paths: list[Path], jobs: int) -> tuple[list[Path], list[Path]]:
         first += [path for path in paths if r'Run(\"01_sft\"' not in path.read_text() and path not in first][: jobs - 1]
     rest = [path for path in paths if path not in first]
 
-    def minutes(path: Path) -> float:
-        record = path.parents[1] / "benchmarks" / "results" / "notebooks" / f"{path.stem}.json"
-        return json.loads(record.read_text())["minutes"] if record.exists() else 0.0
-
-    return first, sorted(rest, key=minutes, reverse=True) if jobs > 1 else rest
-
-
-def record_series(path: Path, minutes: float, jobs: int, notebooks: int) -> None:
-    """Add how long the series took to those of as many jobs on as many processors."""
-    same = {"jobs": jobs, "processors": os.cpu_count(), "notebooks": notebooks}
-    before = json.loads(path.read_text()) if path.exists() else {}
-    earlier = before["minutes"] if before.items() >= same.items() else []
-    write_record(path, {"minutes": [*earlier, minutes][-TIMES:]} | same)
+    record = series_record(paths[0])
+    minutes = json.loads(record.read_text())["notebooks"] if record.exists() else {}
+    return first, sorted(rest, key=lambda path: -minutes.get(path.stem, 0)) if jobs > 1 else rest
 
 
 def defaults(path: Path) -> dict[str, str]:
@@ -108,8 +104,8 @@ def defaults(path: Path) -> dict[str, str]:
     return {name: about["default"].strip("'\"") for name, about in papermill.inspect_notebook(str(path)).items()}
 
 
-def run_notebook(path: Path, parameters: dict, *, store: bool) -> bool:
-    """Execute one notebook with those of the parameters that it has; whether it passed."""
+def run_notebook(path: Path, parameters: dict, *, store: bool) -> tuple[bool, float]:
+    """Execute one notebook with those of the parameters that it has; whether it passed, and the minutes that it took."""
     print(f"{path.stem:20} begins", flush=True)
     known, home = defaults(path), path.parent.parent
     own = {name: value for name, value in parameters.items() if name in known}
@@ -142,8 +138,8 @@ def run_notebook(path: Path, parameters: dict, *, store: bool) -> bool:
             atomic_write(home / "figures" / f"{path.stem}_{figure.name}", figure.read_bytes())
         threads = os.environ.get("OMP_NUM_THREADS")
         write_record(home / "benchmarks" / "results" / "notebooks" / f"{path.stem}.json", {
-            "minutes": round(minutes, 1), "threads": threads and int(threads), "parameters": own} | results)
-    return verdict in ("gate passed", "shortened")
+            "threads": threads and int(threads), "parameters": own} | results)
+    return verdict in ("gate passed", "shortened"), minutes
 
 
 def write_record(path: Path, content: dict) -> None:
