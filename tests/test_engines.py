@@ -9,6 +9,7 @@ from test_families import STRAIGHT, make
 from test_losses import token_logps
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
+from grpolab.decode import verify
 from grpolab.decode.audit import audit
 from grpolab.decode.engines import attention
 from grpolab.decode.engines.hf import HFEngine
@@ -95,6 +96,15 @@ def test_exact_mode_equals_the_trainer_in_every_bit():
         differs = (logps.detach() != old_logps)[mask.bool()]
         share[exact] = float(differs.float().mean())
     assert share[True] == 0.0 and share[False] > 0.5
+
+
+def test_exact_mode_is_refused_where_amx_multiplies(monkeypatch):
+    """There the start-up probe finds no difference for this model, while one logp in seventy of the test above has one."""
+    assert not verify.by_amx()  # conftest.py sees to that
+    monkeypatch.setattr(verify, "by_amx", lambda: True)
+    with pytest.raises(ValueError, match="ONEDNN_MAX_CPU_ISA=AVX512_CORE_BF16"):
+        verify.choose_exact_engine(tiny_policy(dtype=torch.bfloat16))
+    assert verify.choose_engine(tiny_policy(dtype=torch.bfloat16)).verified
 
 
 def test_exact_mode_ends_with_the_sampler():

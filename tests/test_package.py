@@ -129,7 +129,7 @@ def colab(tmp_path_factory):
     site, ours = home / "lib" / version / "site-packages", Path(sysconfig.get_paths()["purelib"])
     for entry in ours.iterdir():
         name = entry.name.lower()
-        if "grpolab" not in name and not name.startswith(KERNEL):
+        if "grpolab" not in name and name != "google" and not name.startswith(KERNEL):
             (site / entry.name).symlink_to(entry)
     for name in KERNEL:
         (site / name).symlink_to(ours / name)
@@ -140,7 +140,7 @@ def colab(tmp_path_factory):
         (info / "RECORD").write_text("")
     if (ours / "ipykernel_launcher.py").exists():
         (site / "ipykernel_launcher.py").symlink_to(ours / "ipykernel_launcher.py")
-    (site / "google" / "colab").mkdir(parents=True)
+    (site / "google" / "colab").mkdir(parents=True)  # a folder of its own: one of this environment would be written into
     (site / "google" / "colab" / "__init__.py").touch()
     pip = home / "bin" / "pip"
     pip.write_text(f'#!/bin/sh\nexec "{home}/bin/python" -m pip "$@"\n')

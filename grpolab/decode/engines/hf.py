@@ -13,7 +13,7 @@ from grpolab.decode.engines import attention
 from grpolab.decode.engines.attention import EXACT
 from grpolab.models.load import attention_of, core, evaluating, steady_context, text_config
 
-ROWS = 4  # rows are computed in multiples of this: MKL multiplies fewer in kernels that round otherwise
+ROWS = 16  # rows are computed in multiples of this: MKL multiplies fewer in kernels that round otherwise
 KINDS = ("full_attention", "sliding_attention", "chunked_attention")
 
 
