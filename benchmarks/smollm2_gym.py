@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import sys
 from collections import Counter
 from dataclasses import dataclass, field
@@ -124,7 +125,16 @@ async def base(name: str) -> dict:
     first = [row.task for row in held_out[:SHOWN]]
     asked = {"prompts": [task.prompt for task in first], "answers": [task.answer for task in first]}
     asked["commonest"] = max(Counter(row.task.answer for row in held_out).values()) / len(held_out)
+    if name == "needle_haystack":
+        asked["chance"] = sum(by_chance(row.task) for row in held_out) / len(held_out)
     return await measure(load_policy(runs.MODEL, device="cpu", dtype=runs.DTYPE), held_out) | asked
+
+
+def by_chance(task: GymTask) -> float:
+    """How often the name of somebody in a text of needle_haystack is right: each statement begins with the name of one."""
+    statements, _, _ = task.prompt.partition("\n")
+    named = {statement.split()[0] for statement in re.split(r"(?<=\.)\s+", statements) if statement}
+    return (task.answer in named) / len(named)
 
 
 async def one(name: str, seed: str) -> dict:
