@@ -7,13 +7,13 @@ from pathlib import Path
 
 import pytest
 
-if Path("/proc/cpuinfo").exists() and "amx_bf16" in Path("/proc/cpuinfo").read_text():
-    os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")  # exact mode is impossible with AMX (`verify.by_amx`)
+os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")  # exact mode is impossible with AMX (`verify.by_amx`)
 
 import torch
 from loop_helpers import fresh
 from safetensors.torch import load_model, save_model
 
+from grpolab.decode.verify import by_amx
 from grpolab.models.load import Policy, load_policy
 
 
@@ -27,6 +27,14 @@ def _tiny() -> Policy:
 def tiny(_tiny) -> Policy:
     """The embedded model, a copy of its own for each test."""
     return fresh(_tiny)
+
+
+@pytest.fixture
+def has_amx(monkeypatch) -> bool:
+    """Whether the processor has AMX, used or not: the only kind that was seen to round otherwise than the tests' bounds."""
+    with monkeypatch.context() as patch:
+        patch.delenv("ONEDNN_MAX_CPU_ISA")
+        return by_amx()
 
 
 @pytest.fixture(scope="session")

@@ -45,15 +45,15 @@ def test_fp32_tokens_equal_recompute_and_logps_the_forward(fp32):
     assert second.max_error <= 1e-4 and second.mean_error <= 1e-5
 
 
-def test_bf16_is_within_four_ulps_and_exact_mode_within_nothing():
+def test_bf16_is_within_two_ulps_and_exact_mode_within_nothing(has_amx):
     policy = load_policy("smollm2-135m", device="cpu", dtype=torch.bfloat16)
     prompts = prompts_of(policy)
     with Sampler(policy, slots=6) as sampler:
         assert sampler.engine.name == "llama"
         greedy = sampler.sample_sync(prompts, params=SamplingParams(greedy=True, max_new_tokens=16))
     found = audit(policy, flat(greedy))
-    # At most 2 on processors of AMD and without AVX-512; 4 for one token of 64 on an Intel one.
-    assert found.worst_ulps <= 4 and found.disagreements <= 0.1 * found.tokens
+    assert found.worst_ulps <= (4 if has_amx else 2)  # 4 for one token of 64 by that processor's AVX-512
+    assert found.disagreements <= 0.1 * found.tokens
     with Sampler(policy, slots=6, exact=True) as sampler:
         params = SamplingParams(max_new_tokens=16, seed=0)
         rollouts = flat(sampler.sample_sync(prompts, group_size=2, params=params))

@@ -174,9 +174,9 @@ def test_a_banned_token_is_a_value(monkeypatch):
 
 
 @pytest.mark.parametrize("name", ["gemma3", "phi3 window", "gpt2", "gpt_neo", "opt"])
-def test_rollouts_of_the_hf_engine_do_not_depend_on_their_batch(name):
+def test_rollouts_of_the_hf_engine_do_not_depend_on_their_batch(name, has_amx):
     """With more rows than the 16 below which MKL rounds otherwise on some processors. GPT-Neo's rows move with the longest
-    one beside them, which some processors round otherwise: there the probe must say so."""
+    one beside them, which the same processors round otherwise: there the probe must say so."""
     policy, params = make(name), SamplingParams(max_new_tokens=40, seed=4)
     prompts = ragged_prompts(20, 3, 60)
     with Sampler(policy, slots=20, engine="hf") as sampler:
@@ -185,5 +185,5 @@ def test_rollouts_of_the_hf_engine_do_not_depend_on_their_batch(name):
                  for i, rollout in enumerate(together[:5])]
         dependence = sampler.run_sync(batch_dependence, sampler.engine)
     assert sampler.engine.shifted == (name == "gpt_neo")
-    assert dependence == 0 or sampler.engine.shifted
+    assert dependence == 0 or sampler.engine.shifted and has_amx
     assert alone == together[:5] or dependence > 0
