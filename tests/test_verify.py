@@ -6,7 +6,7 @@ import pytest
 import torch
 from decode_helpers import flat, ragged_prompts, tiny_policy
 from test_families import FAMILIES, make
-from transformers import AutoConfig, AutoModelForCausalLM, LlamaForCausalLM, MixtralConfig
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaForCausalLM, MixtralConfig, OPTConfig, OPTForCausalLM
 
 from grpolab.decode import verify
 from grpolab.decode.audit import audit
@@ -171,6 +171,14 @@ def test_a_banned_token_is_a_value(monkeypatch):
     monkeypatch.setattr(attention, "mask_bias", lambda positions, *rest: true(positions + 1, *rest))
     with pytest.raises(ValueError, match="not its own forward"):
         choose_engine(banned(tiny_policy()))
+
+
+def test_a_row_of_a_wide_model_is_rounded_alike_among_few_and_many():
+    """Products over 512 numbers: fewer than 16 rows are rounded otherwise by MKL on Intel."""
+    torch.manual_seed(0)
+    config = OPTConfig(hidden_size=512, word_embed_proj_dim=512, ffn_dim=512, num_hidden_layers=1, num_attention_heads=4,
+                       vocab_size=100, max_position_embeddings=128)
+    assert batch_dependence(HFEngine(OPTForCausalLM(config).eval())) == 0
 
 
 @pytest.mark.parametrize("name", ["gemma3", "phi3 window", "gpt2", "gpt_neo", "opt"])
