@@ -799,16 +799,17 @@ def readme_table(results: Path) -> str:
             rows[name] = f"{sft.value:.1%} → {learned}"
             rows[f"the same by rejection sampling, as many rollouts: {kind}"] = f"{sft.value:.1%} → {kept}"
     if turns := stored.get("07"):
-        rows["multi-turn GRPO: success with the calculator"] = f"{rate(turns['before'])} → {rate(turns['after'])}"
+        rows["success with the calculator: SFT → multi-turn GRPO (rejection sampling)"] = (
+            f"{rate(turns['before'])} → {rate(turns['after'])} ({rate(turns['rejection'])})")
     if tools := stored.get("14"):
         sft, learned, kept = (rate(tools[f"{name}: right answers, sampled"])
                               for name in ("warm-up", "GRPO", "rejection sampling"))
         rows["which of three tools to ask, right answers, sampled: best SFT → GRPO (rejection sampling)"] = (
             f"{sft} → {learned} ({kept})")
     if game := stored.get("08"):
-        rows["guessing game, guesses a game: imitation → GRPO, and the best strategy"] = (
-            f"{rate(game['guesses_before'])} → {rate(game['guesses_after'])}, {game['optimum']:.2f}"
-            + failed_seeds("08_guess", results))
+        before, after, kept, as_many = (rate(game[f"guesses_{of}"]) for of in ("before", "after", "rejection", "as_many"))
+        rows["guessing game, guesses a game: imitation → GRPO (rejection sampling; GRPO after as many games); optimum"] = (
+            f"{before} → {after} ({kept}; {as_many}); {game['optimum']:.2f}" + failed_seeds("08_guess", results))
     if long := stored.get("09"):
         rows["parity: SFT with 10 % chain of thought → GRPO"] = (
             f"{rate(long['greedy_before_0.1'])} → {rate(long['greedy_after_0.1'])}" + solved_seeds(results))
@@ -837,27 +838,15 @@ def solved_seeds(results: Path) -> str:
 
 
 def real_model(results: Path) -> dict[str, str]:
-    """What SmolLM2 did before and after GRPO, a value a seed."""
+    """What SmolLM2 did before and after GRPO, a value a seed, where rejection sampling stands beside it."""
 
-    def seeds_of(found: dict, kind: str, what: str, of: str | None = None) -> str:
-        after = [run["after"][of] if of else run["after"] for _, _, run in runs_of(found, kind)]
-        return " / ".join(rate(measured[what]) for measured in after)
+    def seeds_of(found: dict, kind: str, what: str) -> str:
+        return " / ".join(rate(run["after"][what]) for _, _, run in runs_of(found, kind))
 
     rows = {}
-    if found := record("smollm2_arithmetic_larger", results):
-        starts = [run for key, run in found.items() if key.startswith("sft ") and key.count(" ") == 1]  # a longer SFT is none
-        best = max(starts, key=lambda run: run["best"])
-        rows["SmolLM2-135M, sums and differences: best SFT → GRPO, greedy"] = (
-            f"{rate(best['after']['greedy'])} → {seeds_of(found, 'grpo', 'greedy')}")
-    if found := record("smollm2_gym", results):
-        rows[f"SmolLM2-135M, {found['chosen']} of reasoning-gym: as it is → GRPO (SFT and rejection sampling not run)"] = (
-            f"{rate(found['base']['solved'])}, which is chance → {seeds_of(found, 'grpo', 'solved')}")
     if found := record("smollm2_aws_seeds", results):
         rows["SmolLM2-135M, simulated AWS accounts, held-out tasks, greedy: best SFT → GRPO (rejection sampling)"] = (
             f"{seeds_of(found, 'sft', 'both')} → {seeds_of(found, 'grpo', 'both')} ({seeds_of(found, 'rejection', 'both')})")
-    if found := record("smollm2_aws", results):
-        rows["the same in episodes of two turns (rejection sampling not run), on tasks sampled after the recipe was frozen"] = (
-            f"{rate(found['best twice']['third set']['both'])} → {seeds_of(found, 'twice', 'both', 'third set')}")
     if found := record("smollm2_english", results):
         after, kept = ([rate(str(flag_rate(run["greedy"]["all rules"]))) for _, _, run in runs_of(found, way)]
                        for way in ("grpo", "rejection"))
