@@ -106,7 +106,7 @@ def defaults(path: Path) -> dict[str, str]:
 
 def run_notebook(path: Path, parameters: dict, *, store: bool) -> tuple[bool, float]:
     """Execute one notebook with those of the parameters that it has; whether it passed, and the minutes that it took."""
-    print(f"{path.stem:20} begins", flush=True)
+    print(f"{path.stem:20} begins\n", end="", flush=True)  # one write, since two may begin at once
     known, home = defaults(path), path.parent.parent
     own = {name: value for name, value in parameters.items() if name in known}
     values = {"model": "tiny", "seed": "0"} | known | own
@@ -130,7 +130,7 @@ def run_notebook(path: Path, parameters: dict, *, store: bool) -> tuple[bool, fl
         verdict = "gate FAILED"
     elif results.get("shortened"):
         verdict, note = "shortened", f"\n    identities passed; claims not judged: {results['shortened']}"
-    print(f"{path.stem:20} {verdict:12} {minutes:5.1f} min   {output.relative_to(home)}{note}", flush=True)
+    print(f"{path.stem:20} {verdict:12} {minutes:5.1f} min   {output.relative_to(home)}{note}\n", end="", flush=True)
     if store and verdict == "gate passed":
         executed = clean(json.loads(output.read_text()))
         atomic_write(path, json.dumps(executed, indent=1, sort_keys=True, ensure_ascii=False) + "\n")  # as Jupyter writes it
