@@ -100,10 +100,10 @@ lab: .venv/lab
 # One thread each: a run's rounding, and so its path, depends on their number, and on busy cores several wait for one another.
 # Three workers for two cores, since many tests wait for servers and children.
 # Whole files to a worker, since tests of a file share what they made; the longest first, or the last worker ends long after
-# the others.
-LONG := $(patsubst %,tests/test_%.py,train distributed docs options gates multiturn remote serve replay run \
+# the others. A worker that dies is not replaced: its successor would be given the same file and the run would never end.
+LONG := $(patsubst %,tests/test_%.py,rerun train distributed docs options gates multiturn remote serve replay run \
 	notebooks kill gates_more openenv_training serve_tools agent_frameworks weight_sync benchmarks counterfactual_episodes)
-UNITS := $(PY) -m pytest -n 3 --dist loadfile --no-loadscope-reorder
+UNITS := $(PY) -m pytest -n 3 --dist loadfile --no-loadscope-reorder --max-worker-restart=0
 TESTS = $(LONG) $(filter-out $(LONG),$(sort $(wildcard tests/test_*.py)))
 NBVAL := $(PY) -m pytest -n 2 --dist loadscope --no-loadscope-reorder -p no:python --nbval-lax --nbval-current-env \
 	--nbval-cell-timeout=1200
