@@ -66,6 +66,13 @@ def write(path: Path, content: dict) -> Path:
     return atomic_write(path, json.dumps(content | {"provenance": made}, indent=1) + "\n")
 
 
+def parts(node: object) -> list[dict]:
+    """What carries a provenance of its own within a record, at any depth."""
+    below = list(node.values()) if isinstance(node, dict) else node if isinstance(node, list) else []
+    whole = lambda child: isinstance(child, dict) and "provenance" in child  # noqa: E731
+    return [part for child in below for part in ([child] if whole(child) else parts(child))]
+
+
 def stale(results: Path = RESULTS) -> dict[str, str]:
     """Record -> why it, or some row of it, no longer speaks of the present code."""
     present = functools.cache(lambda room: code_hash(ROOT / "grpolab" / room))
@@ -79,10 +86,10 @@ def stale(results: Path = RESULTS) -> dict[str, str]:
     found = {}
     for path in sorted(results.glob("*.json")):
         record = json.loads(path.read_text())
-        rows = record.get("rows", [])
-        reasons = [why for part in rows or [record] if (why := reason(part.get("provenance")))]
+        own = parts(record)
+        reasons = [why for part in own or [record] if (why := reason(part.get("provenance")))]
         if reasons:
-            found[path.stem] = reasons[0] + (f" ({len(reasons)} of {len(rows)} rows)" if rows else "")
+            found[path.stem] = reasons[0] + (f" ({len(reasons)} of {len(own)} parts)" if own else "")
     return found
 
 

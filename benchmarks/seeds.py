@@ -46,7 +46,8 @@ def keep(name: str, seed: str, found: dict) -> None:
     record, threads = _record(), os.environ.get("OMP_NUM_THREADS")
     claims = [{k: check[k] for k in ("name", "measured", "bound", "passed")} for check in found["checks"] if check["claim"]]
     of = record["notebooks"].setdefault(name, {})
-    of[seed] = {"passed": found["passed"], "threads": threads and int(threads), "claims": claims}
+    of[seed] = {"passed": found["passed"], "threads": threads and int(threads), "claims": claims,
+                "provenance": records.provenance(records.measured(RESULTS.stem))}
     if values := found.get("values", {}).get("by_seed"):
         of[seed]["values"] = values
     record["command"] = COMMAND

@@ -191,10 +191,12 @@ def test_several_rewards_over_seeds(monkeypatch, tmp_path):
 
 def test_longer_answers_over_seeds(monkeypatch, tmp_path):
     shorter(monkeypatch, longer_answers, tmp_path, HELD_OUT=longer_answers.HELD_OUT[:4], STEPS=(2,),
-            SHOWN=longer_answers.SHOWN[:8], PRACTICE=longer_answers.PRACTICE[:4])
+            SHOWN=longer_answers.SHOWN[:8], PRACTICE=longer_answers.PRACTICE[:4], ROUNDS=(2,), RATES=(1e-3,), TUNED_ON=(10,))
     asyncio.run(longer_answers.main([0]))
-    row = json.loads((tmp_path / "longer_answers.json").read_text())["seeds"]["0"]["2"]
-    assert 0 <= row["grpo"]["right"] <= 1 and 0 < row["sft"]["long"] < 1
+    record = json.loads((tmp_path / "longer_answers.json").read_text())
+    row = record["seeds"]["0"]["2"]
+    assert 0 <= row["grpo"]["right"] <= 1 and 0 < row["sft"]["long"] < 1 and row["tokens"] > 0
+    assert set(row) == {"sft", "grpo", "tokens", "rejection 2"} and set(record["tuned"]) == {"0.001"}
 
 
 def test_a_long_prompt_once_a_group_has_the_gradient_of_once_a_rollout(monkeypatch, tmp_path):
@@ -395,7 +397,10 @@ def test_a_record_is_stale_once_its_code_changes_and_not_for_prose(tmp_path, mon
     (room / "a.py").write_text("x = 3\n")
     kept = json.loads((tmp_path / "pool.json").read_text())["rows"]
     records.write(tmp_path / "pool.json", {"rows": [*kept, {"peer": 2}]})  # a run of a part: the other row is of older code
-    assert records.stale(tmp_path)["pool"].endswith(" (1 of 2 rows)")
+    assert records.stale(tmp_path)["pool"].endswith(" (1 of 2 parts)")
+    seeds = {"notebooks": {"05": {"1": {"provenance": None}, "2": {"provenance": records.provenance(["env"])}}}}
+    (tmp_path / "seeds.json").write_text(json.dumps(seeds))
+    assert records.stale(tmp_path)["seeds"] == "made before records carried a hash (1 of 2 parts)"
     (tmp_path / "lora.json").write_text("{}")
     assert records.stale(tmp_path)["lora"] == "made before records carried a hash"
     with pytest.raises(ValueError, match="record 'other' is not in MEASURES"):
