@@ -15,6 +15,9 @@ from typing import TypeVar
 import torch
 
 T = TypeVar("T")
+# Held while transformers makes a model: it changes torch for the whole process meanwhile, so that of two at once in threads
+# one lacks its tied weights, and so does every later one.
+MODEL_LOADING = threading.Lock()
 
 
 def run_sync(coroutine: Coroutine[object, object, T]) -> T:

@@ -154,7 +154,7 @@ def drawn_from(models, rollout, versions):
 
 @pytest.mark.full
 def test_in_flight_each_token_carries_its_version_and_its_exact_log_prob(tiny, tmp_path, monkeypatch):
-    slow_decode(monkeypatch, 0.04)  # a step of training falls within it on busy cores, too
+    slow_decode(monkeypatch, 0.08)  # a step of training falls within it on busy cores, too
     run = Run("flight", root=tmp_path)
     rows, models = in_flight(tiny, run, max_new_tokens=24)
     mixed, wrong = 0, 0.0
@@ -174,7 +174,7 @@ def test_in_flight_each_token_carries_its_version_and_its_exact_log_prob(tiny, t
 
 @pytest.mark.full
 def test_in_flight_rollouts_are_replayed_in_every_bit(tiny, tmp_path, monkeypatch):
-    slow_decode(monkeypatch, 0.04)  # a step of training falls within it on busy cores, too
+    slow_decode(monkeypatch, 0.08)  # a step of training falls within it on busy cores, too
     run = Run("flight", root=tmp_path, replay_every=1)
     in_flight(tiny, run, max_new_tokens=24, steps=4)
     found = replay(run, 3, group=1)

@@ -315,16 +315,17 @@ def test_a_tool_is_asked_or_not_by_every_policy_of_the_record(monkeypatch, tmp_p
 def test_every_way_to_administer_accounts_is_recorded(monkeypatch, tmp_path):
     """Three seeds of every stage on the embedded model, which solves nothing: what rejection sampling would keep is given."""
     pytest.importorskip("botocore")
-    short = {"steps": 2, "warmup": 0}
-    small = {"choosing": 2, "held_out": 4, "samples": 2, "new_tokens": 6, "sft": seeded.SETTINGS["sft"] | short, "look": 2}
+    short = {"steps": 2, "warmup": 0, "batch_size": 4}
+    small = {"choosing": 2, "held_out": 4, "samples": 2, "new_tokens": 6, "sft": seeded.SETTINGS["sft"] | short, "look": 2,
+             "seats": 4}
     for settings in (accounts.SETTINGS, seeded.SETTINGS):
         for key, value in small.items():
             monkeypatch.setitem(settings, key, value)
-    monkeypatch.setitem(seeded.SETTINGS, "grpo", seeded.SETTINGS["grpo"] | short | {
-        "prompts_per_step": 2, "group_size": 2, "max_new_tokens": 6})
+    monkeypatch.setitem(seeded.SETTINGS, "grpo", seeded.SETTINGS["grpo"] | {
+        "steps": 2, "warmup": 0, "prompts_per_step": 2, "group_size": 2, "max_new_tokens": 6})
     monkeypatch.setitem(seeded.SETTINGS, "rejection", {
         "rounds": 2, "tasks": 4, "samples": 2, "sft": seeded.SETTINGS["sft"] | short, "look": 2})
-    for name, value in {"MODEL": "tiny", "words": lambda doc: ["0", "1", "2"]}.items():
+    for name, value in {"MODEL": "tiny", "DTYPE": "float32", "words": lambda doc: ["0", "1", "2"]}.items():
         monkeypatch.setattr(runs, name, value)
     monkeypatch.setattr(accounts, "TEMPLATE", CHAT_TEMPLATE)
     monkeypatch.setattr(seeded, "RESULTS", tmp_path / "smollm2_aws_seeds.json")

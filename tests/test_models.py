@@ -1,5 +1,6 @@
 import json
 import shutil
+import subprocess
 import sys
 
 import numpy as np
@@ -221,3 +222,14 @@ def test_the_context_of_a_composite_model_is_that_of_its_text():
     config = AutoConfig.for_model("gemma3")
     assert not hasattr(config, "max_position_embeddings")
     assert steady_context(config) == config.text_config.max_position_embeddings
+
+
+def test_models_may_be_loaded_in_several_threads_at_once():
+    """In a process of its own: where transformers makes two at once, every later one lacks its tied weights, too."""
+    code = ("import torch; from concurrent.futures import ThreadPoolExecutor; from grpolab import load_policy\n"
+            "kinds = ['float32', 'bfloat16'] * 4\n"
+            "with ThreadPoolExecutor(4) as threads:\n"
+            "    made = list(threads.map(lambda kind: load_policy('tiny', device='cpu', dtype=kind), kinds))\n"
+            "print([str(policy.dtype).removeprefix('torch.') for policy in made] == kinds)")
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.stdout == "True\n", done.stderr[-800:]

@@ -196,10 +196,10 @@ async def test_sessions_cost_nothing_once_collected(tiny):
 
 async def test_sessions_of_a_trainer_that_died_make_room(tiny):
     """Those that nobody asked for since long, and of which nothing is being sampled, end where there is no room."""
-    async with in_session(tiny, {"max_sessions": 3, "session_idle_s": 0.2}) as (service, session, client):
+    async with in_session(tiny, {"max_sessions": 3, "session_idle_s": 0.8}) as (service, session, client):
         service.open_session("dead")
         service.open_session("busy")
-        long = say(client.with_options(base_url=f"{service.url}/sessions/busy/v1"), ASK, n=32, max_tokens=490)
+        long = say(client.with_options(base_url=f"{service.url}/sessions/busy/v1"), ASK, n=64, max_tokens=490)
         answering = asyncio.ensure_future(long)
         while not service.rows:
             await asyncio.sleep(0.005)
@@ -207,9 +207,9 @@ async def test_sessions_of_a_trainer_that_died_make_room(tiny):
             service.open_session("new")
         with pytest.raises(openai.RateLimitError, match="3 sessions are open"):
             await say(client.with_options(base_url=f"{service.url}/sessions/new/v1"), ASK)
-        await asyncio.sleep(0.25)
+        await asyncio.sleep(0.85)
         await say(client, ASK, max_tokens=2)
-        assert service.rows == 32, "the answer ended too early to say anything"
+        assert service.rows == 64, "the answer ended too early to say anything"
         service.open_session("new")  # in the place of the dead one
         assert len(service.sessions) == 3
         with pytest.raises(openai.APIStatusError, match="'dead' has ended") as late:

@@ -18,7 +18,7 @@ from grpolab.files import atomic_folder, data_path
 from grpolab.models import lora
 from grpolab.models.lora import LoRA
 from grpolab.models.smollm2 import SMOLLM2, refuse_gaps, smollm2_source
-from grpolab.sync import FairLock
+from grpolab.sync import MODEL_LOADING, FairLock
 
 PROVENANCE = "provenance.json"  # beside saved weights: which run made them, by which method, from what
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")  # of a torch module
@@ -221,8 +221,9 @@ def _eos_ids(model, tokenizer, name: str) -> tuple[int, ...]:
 
 def _load(source: str, dtype: torch.dtype | None):
     """(model, tokenizer), which has a chat template; (None, tokenizer) without a dtype."""
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-    from transformers.utils import logging
+    with MODEL_LOADING:  # two first imports at once fail, too
+        from transformers import AutoModelForCausalLM, AutoTokenizer
+        from transformers.utils import logging
 
     logging.disable_progress_bar()  # a bar for the milliseconds of reading a local file; downloads keep theirs
     folder = Path(source).expanduser()
@@ -236,9 +237,10 @@ def _load(source: str, dtype: torch.dtype | None):
         tokenizer.chat_template = tokenizer.chat_template or CHAT_TEMPLATE
         if dtype is None:
             return None, tokenizer
-        model, report = AutoModelForCausalLM.from_pretrained(
-            source, dtype=dtype, use_safetensors=True, output_loading_info=True, ignore_mismatched_sizes=True
-        )
+        with MODEL_LOADING:
+            model, report = AutoModelForCausalLM.from_pretrained(
+                source, dtype=dtype, use_safetensors=True, output_loading_info=True, ignore_mismatched_sizes=True
+            )
     except Exception as error:  # transformers raises a different type for each way a checkpoint can be missing or broken
         if looks_local:
             raise ValueError(f"{source} is not a readable checkpoint, save it again or restore it: {error}") from error

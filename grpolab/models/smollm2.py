@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 
 from grpolab.files import atomic_folder
+from grpolab.sync import MODEL_LOADING
 
 SMOLLM2 = "HuggingFaceTB/SmolLM2-135M-Instruct"
 
@@ -42,12 +43,14 @@ def dequantise_wheel(target: Path, hub_error: Exception) -> str:
 
     gguf = max(Path(next(iter(spec.submodule_search_locations))).rglob("*.gguf"), key=lambda f: f.stat().st_size)
     source = {"pretrained_model_name_or_path": gguf.parent, "gguf_file": gguf.name}
-    quantised, report = AutoModelForCausalLM.from_pretrained(**source, dtype=torch.float32, output_loading_info=True)
+    with MODEL_LOADING:
+        quantised, report = AutoModelForCausalLM.from_pretrained(**source, dtype=torch.float32, output_loading_info=True)
     refuse_gaps(report, gguf)
     # The loaded model reports itself as quantised and will not save; its weights are plain, so a fresh model takes them.
     config = AutoConfig.from_pretrained(**source)
     config.tie_word_embeddings = True
-    plain = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    with MODEL_LOADING:
+        plain = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     plain.load_state_dict(quantised.state_dict())
     with atomic_folder(target) as partial:
         plain.save_pretrained(partial)

@@ -18,6 +18,7 @@ from grpolab.models.load import Policy, choose_device, evaluating, in_own_memory
 from grpolab.rollouts import Rollout, given
 from grpolab.runs.checkpoints import data_hash
 from grpolab.runs.run import Run
+from grpolab.sync import MODEL_LOADING
 from grpolab.train import losses
 from grpolab.train.layout import lay_out
 from grpolab.train.logps import parts_of, rollout_states, way_of
@@ -43,7 +44,8 @@ class RewardModel(Policy):
         tokenizer = copy.deepcopy(policy.tokenizer)
         tokenizer.pad_token_id = config.pad_token_id = _filler(policy)
         config.num_labels = 1
-        model = AutoModelForSequenceClassification.from_config(config, dtype=policy.dtype)
+        with MODEL_LOADING:
+            model = AutoModelForSequenceClassification.from_config(config, dtype=policy.dtype)
         with policy.lock:
             source = policy.model
             if lora.layers(source):
@@ -64,9 +66,10 @@ class RewardModel(Policy):
         target, dtype = choose_device(device, dtype)
         try:
             tokenizer = AutoTokenizer.from_pretrained(name)
-            model, report = AutoModelForSequenceClassification.from_pretrained(
-                name, dtype=dtype, use_safetensors=True, output_loading_info=True, ignore_mismatched_sizes=True
-            )
+            with MODEL_LOADING:
+                model, report = AutoModelForSequenceClassification.from_pretrained(
+                    name, dtype=dtype, use_safetensors=True, output_loading_info=True, ignore_mismatched_sizes=True
+                )
         except Exception as error:  # transformers raises a different type for each way a checkpoint can be missing or broken
             raise ValueError(f"{name} is not a readable reward model: {error}") from error
         if report["missing_keys"] or model.config.num_labels != 1:
