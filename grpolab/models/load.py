@@ -221,11 +221,6 @@ def _eos_ids(model, tokenizer, name: str) -> tuple[int, ...]:
 
 def _load(source: str, dtype: torch.dtype | None):
     """(model, tokenizer), which has a chat template; (None, tokenizer) without a dtype."""
-    with MODEL_LOADING:  # two first imports at once fail, too
-        from transformers import AutoModelForCausalLM, AutoTokenizer
-        from transformers.utils import logging
-
-    logging.disable_progress_bar()  # a bar for the milliseconds of reading a local file; downloads keep theirs
     folder = Path(source).expanduser()
     looks_local = folder.exists() or source.startswith((".", "/", "~")) or source.count("/") > 1
     known = "; ".join(f"{k!r}: {v}" for k, v in NAMES.items())
@@ -233,20 +228,31 @@ def _load(source: str, dtype: torch.dtype | None):
         raise ValueError(f"{source!r} has no config.json, so it holds no saved model. Names: {known}; or a Hugging Face id")
     source = str(folder) if looks_local else source
     try:
-        tokenizer = AutoTokenizer.from_pretrained(source)
-        tokenizer.chat_template = tokenizer.chat_template or CHAT_TEMPLATE
-        if dtype is None:
-            return None, tokenizer
-        with MODEL_LOADING:
-            model, report = AutoModelForCausalLM.from_pretrained(
-                source, dtype=dtype, use_safetensors=True, output_loading_info=True, ignore_mismatched_sizes=True
-            )
+        model, report, tokenizer = read_checkpoint("AutoModelForCausalLM", source, dtype)
     except Exception as error:  # transformers raises a different type for each way a checkpoint can be missing or broken
         if looks_local:
             raise ValueError(f"{source} is not a readable checkpoint, save it again or restore it: {error}") from error
         raise ValueError(f"no model {source!r}: {error}\nNames: {known}; or a Hugging Face id or folder") from error
-    refuse_gaps(report, source)
+    tokenizer.chat_template = tokenizer.chat_template or CHAT_TEMPLATE
+    if model is not None:
+        refuse_gaps(report, source)
     return model, tokenizer
+
+
+def read_checkpoint(kind: str, source: str | Path, dtype: torch.dtype | None):
+    """(model by transformers' Auto class `kind`, its loading info, tokenizer); without a dtype the tokenizer alone, beside None
+    and {}. One thread at a time, the first import of transformers included: two at once fail there, too."""
+    with MODEL_LOADING:
+        import transformers
+
+        transformers.utils.logging.disable_progress_bar()  # a bar for milliseconds of a local file; downloads keep theirs
+        tokenizer = transformers.AutoTokenizer.from_pretrained(source)
+        if dtype is None:
+            return None, {}, tokenizer
+        model, report = getattr(transformers, kind).from_pretrained(
+            source, dtype=dtype, use_safetensors=True, output_loading_info=True, ignore_mismatched_sizes=True
+        )
+        return model, report, tokenizer
 
 
 def core(model):

