@@ -189,6 +189,7 @@ def test_ctrl_c_lets_the_trainer_finish_and_a_second_one_does_not(tmp_path, how)
     finally:
         signal.signal(signal.SIGINT, before)
     assert gone(services) and "kept a checkpoint" in services[-1].log.read_text()
+    assert signal.getsignal(signal.SIGHUP) is signal.SIG_DFL  # as it was before
 
 
 def test_two_do_not_share_a_folder_and_what_a_killed_one_left_in_memory_goes(recipe, tmp_path, monkeypatch, capsys):

@@ -199,10 +199,10 @@ def supervise(services: Sequence[Service], logs: Path, patience: float) -> None:
     trainer may first keep its checkpoint; at a second one all end at once."""
     running: list[Service] = []
     *others, trainer = services
-    for number in (signal.SIGTERM, signal.SIGHUP):  # a closed terminal ends it as Ctrl-C does, but where it is ignored (nohup)
-        if signal.getsignal(number) != signal.SIG_IGN:
-            signal.signal(number, signal.default_int_handler)
     with ExitStack() as stack:
+        for number in (signal.SIGTERM, signal.SIGHUP):  # a closed terminal ends it as Ctrl-C does, unless it is ignored (nohup)
+            if signal.getsignal(number) != signal.SIG_IGN:
+                stack.callback(signal.signal, number, signal.signal(number, signal.default_int_handler))
         for service in services:
             service.start(logs)
             running.append(service)
