@@ -511,7 +511,8 @@ def administration(found: dict, results: Path) -> list:
 
 
 def administration_over_seeds(found: dict, results: Path) -> list:
-    settings, names = found["settings"], {"sft": "best SFT", "rejection": "rejection sampling", "grpo": "GRPO"}
+    settings = found["settings"]
+    names = {"sft": "SFT", "rejection": "rejection sampling", "grpo": "GRPO", "many": "SFT on many"}
     templates = [t.template for tier in settings["tiers"] for t in instances(tier, settings["held_out"], 0, "held_out")]
 
     def ahead(before: dict, after: dict) -> dict:
@@ -522,31 +523,41 @@ def administration_over_seeds(found: dict, results: Path) -> list:
                 "sampled": [(int(b) - int(a)) / settings["samples"] for a, b in counts]}
         return {how: clustered_interval(values, templates) for how, values in each.items()}
 
-    rows, gaps = [], []
+    rows, gaps, without = [], [], {True: [], False: []}
     for _, seed, grown in runs_of(found, "grpo"):
-        start, kept = found[f"sft {seed}"], found.get(f"rejection {seed}")
-        for name, run in (("sft", start), ("rejection", kept), ("grpo", grown)):
-            if run:
-                row = {"policy": names[name], "seed": seed, "both tiers": run["after"]["both"]}
-                row |= {tier: run["after"][tier] for tier in settings["tiers"]} | {"sampled": run["after"]["sampled"]}
-                if run is not start:
-                    gains = ahead(start["after"], run["after"])
-                    row |= {f"over the best SFT, {how}": gain.points for how, gain in gains.items()}
-                    row["sampled tokens"] = f"{run['tokens']:,}"
-                rows.append(row)
-        if kept:
-            gaps += [{"seed": seed} | {f"GRPO − rejection sampling, {how}": f"{gap.points}: {gap.verdict}"
-                                       for how, gap in ahead(kept["after"], grown["after"]).items()}]
+        of = {name: found[f"{name} {seed}"] for name in names if f"{name} {seed}" in found}
+        for name, run in of.items():
+            row = {"policy": names[name], "seed": seed, "both tiers": run["after"]["both"]}
+            row |= {tier: run["after"][tier] for tier in settings["tiers"]} | {"sampled": run["after"]["sampled"]}
+            if name != "sft":
+                gains = ahead(of["sft"]["after"], run["after"])
+                row |= {f"over SFT, {how}": gain.points for how, gain in gains.items()}
+            rows.append(row | {"sampled tokens": f"{run['tokens']:,}" if "tokens" in run else ""})
+        gaps += [{"seed": seed, "GRPO −": names[name]} | {how: f"{gap.points}: {gap.verdict}"
+                                                         for how, gap in ahead(of[name]["after"], grown["after"]).items()}
+                 for name in ("rejection", "many") if name in of]
+        if other := found.get(f"left out {seed}"):
+            for template, flag in zip(templates, "".join(other["after"]["flags"].values()), strict=True):
+                without[template in other["without"]].append((int(flag), template))
     over = [{"over the seeds": f"{names[a]} − {names[b]}"}
             | {how: over_seeds([x - y for x, y in zip(found["summary"][how][a], found["summary"][how][b])]).points
                for how in ("greedy", "sampled")}
-            for a, b in (("grpo", "sft"), ("rejection", "sft"), ("grpo", "rejection"))] if len(gaps) > 2 else []
+            for a, b in (("grpo", "sft"), ("rejection", "sft"), ("many", "sft"), ("grpo", "rejection"), ("grpo", "many"))
+            if {a, b} <= found["summary"]["greedy"].keys()]
     rounds = settings["rejection"]
-    return [f"The tasks above, one command an episode, {settings['model']} in {settings['dtype']}. Each seed has its own "
-            "demonstrations and its own SFT; GRPO (the short recipe) and rejection sampling begin at the best of it and have "
-            f"equally many rollouts. Rejection sampling: {rounds['rounds']} rounds of {rounds['tasks']} tasks and "
-            f"{rounds['samples']} samples, then SFT on the answers that solved their task. Intervals of differences are over "
-            "the templates, those of the last table over the seeds.", rows, gaps, *[over] * bool(over)]
+    lines = [f"The tasks above, one command an episode, {settings['model']} in {settings['dtype']}. Each seed has its own "
+             "demonstrations, one of each template, and its own SFT on them; GRPO (the short recipe) and rejection sampling "
+             f"begin at the best of it and have equally many rollouts. Rejection sampling: {rounds['rounds']} rounds of "
+             f"{rounds['tasks']} tasks and {rounds['samples']} samples, then SFT on the answers that solved their task. SFT on "
+             "many begins at the model as it is and has the reference solutions of all these tasks, too, and "
+             f"{settings['many']['steps']} steps. Intervals of differences are over the templates, those of the last table "
+             "over the seeds.", rows, gaps, over]
+    if without[True]:
+        unseen, seen = (clustered_interval(*zip(*without[never])) for never in (True, False))
+        lines.append(f"SFT on many without every {settings['left out']}th template solves {unseen} of the held-out tasks of "
+                     f"these templates, which it never saw demonstrated, and {seen} of the others (greedy, all seeds; "
+                     f"{len(without[True])} and {len(without[False])} answers, intervals over the templates).")
+    return lines
 
 
 def asking(found: dict, results: Path) -> list:

@@ -9,6 +9,9 @@ demonstrations, one of each template, its own SFT, and from the best look of it:
     rejection   as many rollouts: two rounds of 192 tasks and 8 samples, all templates in turn; after each round SFT goes on
                 from where it is, on the distinct answers of all rounds so far that solved their task; of the looks on the way
                 (the start is one of them) the one that solves most of the choosing tasks is measured
+Solutions are generated here, so imitation need not make do with one of each template. From the model as it is:
+    many        SFT on the demonstrations and on the reference solutions of all tasks that rejection sampling draws
+    left out    the same without every fifth template, beginning with the one of the seed's number
 Held-out tasks are the first set of smollm2_aws.py, greedy and sampled. Recipe and seeds stood before the first run. What
 the record holds is kept. Two seeds run at once, each on one thread.
 """
@@ -20,6 +23,7 @@ import json
 import statistics
 import sys
 import threading
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 import smollm2_aws as aws
@@ -30,20 +34,21 @@ from grpolab.chat import prompt_ids
 from grpolab.env.aws.backend import Simulator
 from grpolab.env.aws.environment import AwsEnv
 from grpolab.env.aws.generate import instance, instances
-from grpolab.env.aws.tasks import template_ids
+from grpolab.env.aws.tasks import Task, template_ids
 from grpolab.runs.run import Run
 from grpolab.runs.selection import Selection
 from grpolab.train import GRPOConfig, SFTConfig, demonstrations, sft
 
 COMMAND = "OMP_NUM_THREADS=1 python benchmarks/smollm2_aws_seeds.py 0 1 2"
 RESULTS = aws.HERE / "results" / "smollm2_aws_seeds.json"
-STAGES = ("sft", "grpo", "rejection")
+STAGES = ("sft", "grpo", "rejection", "many", "left out")
 SHARED = ("model", "tiers", "choosing", "held_out", "limits", "sft", "samples", "new_tokens")
 SETTINGS = {key: aws.SETTINGS[key] for key in SHARED} | {
     "command": COMMAND, "dtype": "float32", "template": aws.TEMPLATE, "grpo": aws.SETTINGS["grpo"]["short"],
     "rejection": {"rounds": 2, "tasks": 192, "samples": 8,
                   "sft": {"steps": 20, "batch_size": 20, "lr": 1e-4, "warmup": 2, "schedule": "cosine", "token_budget": 4096},
-                  "look": 10}}
+                  "look": 10},
+    "many": aws.SETTINGS["sft"] | {"steps": 80}, "left out": 5}
 
 
 def load(name: str | None = None):
@@ -52,21 +57,38 @@ def load(name: str | None = None):
     return policy
 
 
-def folder(name: str, seed: int, account: str | None = None, every: int = aws.SETTINGS["look"]) -> Run:
-    """The run of a stage that keeps its best policy by the choosing tasks."""
-    selection = Selection(lambda policy: aws.share_of(aws.answers(policy, aws.choosing_tasks(), account)), every=every)
+def folder(name: str, seed: int, account: str | None = None, every: int = aws.SETTINGS["look"], without: Sequence[str] = ()
+           ) -> Run:
+    """The run of a stage that keeps its best policy by the choosing tasks, `without` those of some templates."""
+    tasks = [task for task in aws.choosing_tasks() if task.template not in without]
+    selection = Selection(lambda policy: aws.share_of(aws.answers(policy, tasks, account)), every=every)
     return Run("smollm2_aws_seeds", f"{name}_{seed}", seed=seed, keep="none", select=selection)
 
 
-async def imitated(seed: int) -> dict:
-    """SFT on one demonstration of each template, and what its best policy does."""
-    shown = [aws.solved_chat(instance(t, f"shown {seed}")) for tier in template_ids(*aws.TIERS) for t in tier]
+def drawn(seed: int, number: int) -> list[Task]:
+    """The tasks of a round of rejection sampling."""
+    tiers, draw = aws.TIERS, 1000 + 10 * seed + number
+    return [task for tier in tiers for task in instances(tier, SETTINGS["rejection"]["tasks"] // len(tiers), seed=draw)]
+
+
+def left_out(seed: int) -> list[str]:
+    """The templates that `left out` does not demonstrate."""
+    return [template for tier in template_ids(*aws.TIERS) for template in tier][seed :: SETTINGS["left out"]]
+
+
+async def imitated(name: str, seed: int) -> dict:
+    """SFT on one demonstration of each template (`sft`), or on many, and what its best policy does."""
+    shown = [instance(t, f"shown {seed}") for tier in template_ids(*aws.TIERS) for t in tier]
+    without = left_out(seed) if name == "left out" else []
+    if name != "sft":
+        shown += [task for number in range(SETTINGS["rejection"]["rounds"]) for task in drawn(seed, number)]
+    chats = [{"messages": aws.solved_chat(task)} for task in shown if task.template not in without]
     with Simulator() as account:
-        run, policy = folder("sft", seed, account.address), load()
-        rows = demonstrations(policy, [{"messages": chat} for chat in shown])
-        async for _ in sft(policy, rows, SFTConfig(**SETTINGS["sft"], seed=seed), run=run):
+        run, policy = folder(name.replace(" ", "_"), seed, account.address, without=without), load()
+        config = SFTConfig(**SETTINGS["sft" if name == "sft" else "many"], seed=seed)
+        async for _ in sft(policy, demonstrations(policy, chats), config, run=run):
             pass
-    return aws.looks_of(run) | {"after": await aws.one_command(run.best(load))}
+    return aws.looks_of(run) | {"shown": len(chats), "without": without, "after": await aws.one_command(run.best(load))}
 
 
 async def reinforced(seed: int) -> dict:
@@ -102,10 +124,9 @@ async def rejection(seed: int) -> dict:
     own, tokens, kept, curves, ends = [], 0, [], [], []
     with Simulator() as account:
         for number in range(how["rounds"]):
-            draw = 1000 + 10 * seed + number
-            tasks = [t for tier in aws.TIERS for t in instances(tier, how["tasks"] // len(aws.TIERS), seed=draw)]
+            tasks = drawn(seed, number)
             prompts = [prompt_ids(policy.tokenizer, aws.solved_chat(t)[:1]) for t in tasks]
-            params = SamplingParams(max_new_tokens=SETTINGS["new_tokens"], seed=draw)
+            params = SamplingParams(max_new_tokens=SETTINGS["new_tokens"], seed=1000 + 10 * seed + number)
             async with Sampler(policy) as sampler:
                 groups = await sampler.sample(prompts, group_size=how["samples"], params=params)
             tokens += sum(len(r.tokens) for g in groups for r in g)
@@ -123,6 +144,12 @@ async def rejection(seed: int) -> dict:
             "after": await aws.one_command(best.best(load))}
 
 
+async def one(stage: str, seed: int) -> dict:
+    """An entry of the record."""
+    work = {"grpo": reinforced, "rejection": rejection}.get(stage)
+    return await (work(seed) if work else imitated(stage, seed))
+
+
 def summary(record) -> dict:
     """Each stage's rate on the held-out tasks, greedy and sampled, of the seeds that have all stages."""
     done = [s for s in range(100) if all(f"{stage} {s}" in record for stage in STAGES)]
@@ -138,8 +165,7 @@ def summary(record) -> dict:
 def main() -> None:
     words = runs.words(__doc__)
     if words[:1] == ["--one"]:
-        work = dict(zip(STAGES, (imitated, reinforced, rejection)))[words[1]]
-        print(json.dumps(asyncio.run(work(int(words[2])))))
+        print(json.dumps(asyncio.run(one(words[1], int(words[2])))))
         return
     record, lock = runs.Record(RESULTS, SETTINGS), threading.Lock()
 

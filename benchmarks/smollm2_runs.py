@@ -41,12 +41,15 @@ def words(doc: str) -> list[str]:
 
 class Record:
     """A JSON file of named entries; `keep` writes it at once, so that a series that is stopped has lost one run at most.
-    Entries of other `settings` are forgotten."""
+    Entries of other `settings` are forgotten. `made` holds what code made each, since they are made one by one."""
 
     def __init__(self, path: Path, settings: dict):
         self.path, settings = path, json.loads(json.dumps(settings))
         found = json.loads(path.read_text()) if path.exists() else {}
         self.content = found if found.get("settings") == settings else {"settings": settings}
+        earlier = {name: {"provenance": found.get("provenance")} for name in self.content
+                   if name not in ("settings", "provenance", "made")}
+        self.content["made"] = earlier | self.content.get("made", {})
 
     def __contains__(self, name: str) -> bool:
         return name in self.content
@@ -56,6 +59,7 @@ class Record:
 
     def keep(self, name: str, entry: Any) -> None:
         self.content[name] = entry
+        self.content["made"][name] = {"provenance": records.provenance(records.measured(self.path.stem))}
         records.write(self.path, self.content)
         print(name, json.dumps(entry)[:400], flush=True)
 

@@ -325,22 +325,22 @@ def test_every_way_to_administer_accounts_is_recorded(monkeypatch, tmp_path):
         "steps": 2, "warmup": 0, "prompts_per_step": 2, "group_size": 2, "max_new_tokens": 6})
     monkeypatch.setitem(seeded.SETTINGS, "rejection", {
         "rounds": 2, "tasks": 4, "samples": 2, "sft": seeded.SETTINGS["sft"] | short, "look": 2})
+    monkeypatch.setitem(seeded.SETTINGS, "many", seeded.SETTINGS["sft"])
     for name, value in {"MODEL": "tiny", "DTYPE": "float32", "words": lambda doc: ["0", "1", "2"]}.items():
         monkeypatch.setattr(runs, name, value)
     monkeypatch.setattr(accounts, "TEMPLATE", CHAT_TEMPLATE)
     monkeypatch.setattr(seeded, "RESULTS", tmp_path / "smollm2_aws_seeds.json")
     monkeypatch.setattr(seeded, "solved", lambda account, tasks, groups, policy: [accounts.solved_chat(t) for t in tasks[:2]])
     monkeypatch.chdir(tmp_path)
-    works = dict(zip(seeded.STAGES, (seeded.imitated, seeded.reinforced, seeded.rejection)))
     monkeypatch.setattr(runs, "in_process", lambda script, stage, seed: json.loads(json.dumps(
-        asyncio.run(works[stage](int(seed))))))
+        asyncio.run(seeded.one(stage, int(seed))))))
     seeded.main()
     record = json.loads((tmp_path / "smollm2_aws_seeds.json").read_text())
     assert {f"{stage} {seed}" for stage in seeded.STAGES for seed in (0, 1, 2)} <= set(record)
     assert record["rejection 1"]["rollouts"] == 16 and record["rejection 1"]["kept"] == [2, 4]
     assert record["summary"]["seeds"] == [0, 1, 2] and len(record["summary"]["sampled"]["grpo"]) == 3
-    _, rows, gaps, over = report.administration_over_seeds(record, tmp_path)
-    assert len(rows) == 9 and len(gaps) == len(over) == 3
+    _, rows, gaps, over, left_out = report.administration_over_seeds(record, tmp_path)
+    assert (len(rows), len(gaps), len(over)) == (12, 6, 5) and "every 5th template solves 0.0%" in left_out
 
 
 @pytest.mark.full

@@ -64,11 +64,15 @@ def test_right_is_the_number_alone_in_an_answer_that_ended():
     assert two[-1]["content"] == "1 + 1" and check("2", rollout("eos")) and not check("-19", rollout("eos"))
 
 
-def test_a_record_keeps_each_entry_at_once_and_forgets_other_settings(tmp_path):
+def test_a_record_keeps_each_entry_at_once_and_forgets_other_settings(tmp_path, monkeypatch):
     path = tmp_path / "smollm2_r.json"
     runs.Record(path, {"steps": 2, "rates": (0.1, 0.2)}).keep("full 0", {"gain": 1})
     again = runs.Record(path, {"steps": 2, "rates": (0.1, 0.2)})
     assert "full 0" in again and again["full 0"] == {"gain": 1} and "full 1" not in again
+    monkeypatch.setattr(runs.records, "provenance", lambda rooms: {"commit": "later", "code": {}})
     again.keep("full 1", {"gain": 2})
-    assert json.loads(path.read_text())["full 0"] == {"gain": 1}
+    kept = json.loads(path.read_text())
+    assert kept["full 0"] == {"gain": 1}
+    commits = [kept["made"][name]["provenance"]["commit"] for name in ("full 0", "full 1")]
+    assert commits[0] != "later" == commits[1] and len(runs.records.parts(kept)) == 2
     assert "full 0" not in runs.Record(path, {"steps": 3, "rates": (0.1, 0.2)})
