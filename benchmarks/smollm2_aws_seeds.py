@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import statistics
 import sys
 import threading
 from collections.abc import Sequence
@@ -150,6 +151,20 @@ async def one(stage: str, seed: int) -> dict:
     return await (work(seed) if work else imitated(stage, seed))
 
 
+def summary(record) -> dict:
+    """Each stage's rate on the held-out tasks, greedy and sampled, of the seeds that have the first three; of what comes after
+    them, where all these seeds have it."""
+    done = [s for s in range(100) if all(f"{stage} {s}" in record for stage in STAGES[:3])]
+    stages = [stage for stage in STAGES if all(f"{stage} {s}" in record for s in done)]
+
+    def rates(of) -> dict:
+        return {stage: [round(of(record[f"{stage} {s}"]["after"]), 4) for s in done] for stage in stages}
+
+    return {"seeds": done,
+            "greedy": rates(lambda after: statistics.mean(map(int, "".join(after["flags"].values())))),
+            "sampled": rates(lambda after: statistics.mean(map(int, after["counts"])) / SETTINGS["samples"])}
+
+
 def main() -> None:
     words = runs.words(__doc__)
     if words[:1] == ["--one"]:
@@ -167,6 +182,7 @@ def main() -> None:
     with ThreadPoolExecutor(2) as executor:  # one after the other, what begins at an earlier stage's policy
         for stages in (STAGES[:3], STAGES[3:4], STAGES[4:]):
             list(executor.map(partial(one_seed, stages), words or ["0", "1", "2"]))
+    record.keep("summary", summary(record))
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@ import asyncio
 import fcntl
 import inspect
 import os
+import signal
 import sys
 from pathlib import Path
 
@@ -15,6 +16,14 @@ from safetensors.torch import load_model, save_model
 
 from grpolab.decode.verify import by_amx
 from grpolab.models.load import Policy, load_policy
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node, error):
+    """Of a worker that died, how: a fatal error of Python's goes to the captured stderr of the test, which is lost with it."""
+    if error:
+        status = node.gateway._io.popen.wait(10)
+        print(f"\n{node.gateway.id} ended with", f"status {status}" if status >= 0 else signal.Signals(-status).name)
 
 
 @pytest.fixture(scope="session")

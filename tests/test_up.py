@@ -40,11 +40,16 @@ threading.Timer(1.5, die).start()
 """
 
 
+def say_atropos_is_installed(monkeypatch):
+    find = command.importlib.util.find_spec
+    monkeypatch.setattr(command.importlib.util, "find_spec", lambda name, *more: name == "atroposlib" or find(name, *more))
+
+
 @pytest.fixture
 def recipe(tmp_path, monkeypatch):
     """A function that writes the recipe and a file of rows into the working folder."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(command.importlib.util, "find_spec", lambda name: True)
+    say_atropos_is_installed(monkeypatch)
     monkeypatch.setattr(command.shutil, "which", lambda name: name)
     (tmp_path / "train.jsonl").write_text('{"question": "What is 2 + 3?", "answer": "2 plus 3 is 5. #### 5"}\n')
 
@@ -221,7 +226,7 @@ def test_the_embedded_model_learns_from_a_real_environment(recipe, tmp_path, mon
         pytest.skip("atroposlib's environments are not installed: make atropos")
     (installed,) = Path(HOME).glob("lib/python*/site-packages")
     monkeypatch.setenv("PYTHONPATH", f"{repository()}:{installed}")
-    monkeypatch.setattr(command.importlib.util, "find_spec", lambda name: True)
+    say_atropos_is_installed(monkeypatch)
     rows = [{"question": p.question, "answer": f"#### {p.answer}"} for p in generate(40, 0, seed=1, task=Task("+", 9))[0]]
     (tmp_path / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     assert main(["sft", "tiny", "--ops", "+", "--max-operand", "9", "--steps", "60", "--lr", "3e-3"]) == 0
