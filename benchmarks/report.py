@@ -868,8 +868,10 @@ def real_model(results: Path) -> dict[str, str]:
 
     rows = {}
     if found := record("smollm2_aws_seeds", results):
-        rows["SmolLM2-135M, simulated AWS accounts, held-out tasks, greedy: best SFT → GRPO (rejection sampling)"] = (
-            f"{seeds_of(found, 'sft', 'both')} → {seeds_of(found, 'grpo', 'both')} ({seeds_of(found, 'rejection', 'both')})")
+        rows["SmolLM2-135M, simulated AWS accounts, held-out tasks, greedy: SFT on one solution of each template → GRPO "
+             "(rejection sampling; SFT on many generated solutions instead)"] = (
+            f"{seeds_of(found, 'sft', 'both')} → {seeds_of(found, 'grpo', 'both')} "
+            f"({seeds_of(found, 'rejection', 'both')}; {seeds_of(found, 'many', 'both')})")
     if found := record("smollm2_english", results):
         after, kept = ([rate(str(flag_rate(run["greedy"]["all rules"]))) for _, _, run in runs_of(found, way)]
                        for way in ("grpo", "rejection"))
