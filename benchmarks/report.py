@@ -539,18 +539,14 @@ def administration_over_seeds(found: dict, results: Path) -> list:
         if other := found.get(f"left out {seed}"):
             for template, flag in zip(templates, "".join(other["after"]["flags"].values()), strict=True):
                 without[template in other["without"]].append((int(flag), template))
-    def share(name: str, seed: str, how: str) -> float:
-        after = found[f"{name} {seed}"]["after"]
-        return (sum(map(int, "".join(after["flags"].values()))) if how == "greedy" else
-                sum(map(int, after["counts"])) / settings["samples"]) / len(after["counts"])
 
     over = []
     for a, b in (("grpo", "sft"), ("rejection", "sft"), ("many", "sft"), ("grpo", "rejection"), ("grpo", "many")):
         seeds = [seed for _, seed, _ in runs_of(found, a) if f"{b} {seed}" in found]
         if len(seeds) > 1:
+            each = [ahead(found[f"{b} {seed}"]["after"], found[f"{a} {seed}"]["after"]) for seed in seeds]
             over.append({"over the seeds": f"{names[a]} − {names[b]}", "seeds": ", ".join(seeds)}
-                        | {how: over_seeds([share(a, s, how) - share(b, s, how) for s in seeds]).points
-                           for how in ("greedy", "sampled")})
+                        | {how: over_seeds([gap[how].value for gap in each]).points for how in ("greedy", "sampled")})
     rounds = settings["rejection"]
     lines = [f"The tasks above, one command an episode, {settings['model']} in {settings['dtype']}. Each seed has its own "
              "demonstrations, one of each template, and its own SFT on them; GRPO (the short recipe) and rejection sampling "

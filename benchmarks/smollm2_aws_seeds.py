@@ -66,10 +66,15 @@ def folder(name: str, seed: int, account: str | None = None, every: int = aws.SE
     return Run("smollm2_aws_seeds", f"{name}_{seed}", seed=seed, keep="none", select=selection)
 
 
+def round_seed(seed: int, number: int) -> int:
+    """Of the tasks and of the samples of a round of rejection sampling."""
+    return 1000 + 10 * seed + number
+
+
 def drawn(seed: int, number: int) -> list[Task]:
     """The tasks of a round of rejection sampling."""
-    tiers, draw = aws.TIERS, 1000 + 10 * seed + number
-    return [task for tier in tiers for task in instances(tier, SETTINGS["rejection"]["tasks"] // len(tiers), seed=draw)]
+    each, draw = SETTINGS["rejection"]["tasks"] // len(aws.TIERS), round_seed(seed, number)
+    return [task for tier in aws.TIERS for task in instances(tier, each, seed=draw)]
 
 
 def left_out(seed: int) -> list[str]:
@@ -127,7 +132,7 @@ async def rejection(seed: int) -> dict:
         for number in range(how["rounds"]):
             tasks = drawn(seed, number)
             prompts = [prompt_ids(policy.tokenizer, aws.solved_chat(t)[:1]) for t in tasks]
-            params = SamplingParams(max_new_tokens=SETTINGS["new_tokens"], seed=1000 + 10 * seed + number)
+            params = SamplingParams(max_new_tokens=SETTINGS["new_tokens"], seed=round_seed(seed, number))
             async with Sampler(policy) as sampler:
                 groups = await sampler.sample(prompts, group_size=how["samples"], params=params)
             tokens += sum(len(r.tokens) for g in groups for r in g)
