@@ -18,7 +18,7 @@ from grpolab.files import is_full
 COMMANDS = {  # name: (module in grpolab.cli, its class, what it does); a module is imported when its command is called
     "run": ("run", "Run", "execute notebooks, all of them or those named"),
     "data": ("data", "Data", "write the arithmetic data set"),
-    "eval": ("eval", "Eval", "measure a model on held-out questions"),
+    "eval": ("eval", "Eval", "measure a model on questions"),
     "scout": ("scout", "Scout", "tell from which tasks GRPO could learn, before anything is trained"),
     "train": ("recipe", None, "train as a file says: grpolab train FILE.toml [options that win over it]"),
     "up": ("up", None, "train on an environment of Atropos: its API, the policy's server, the environment, the trainer"),

@@ -97,6 +97,9 @@ def generate(n_train: int, n_eval: int, *, seed: int = 0, task: Task | None = No
                 f"{need} problems with {op!r} of the {space} that exist: at most 4/5 of an operator's key space can be asked "
                 f"for. Ask for fewer, or widen max_operand={task.max_operand} / max_factor={task.max_factor}"
             )
+        if space >= 2**63:  # which `sample` cannot draw from
+            raise ValueError(f"{space} problems with {op!r} are too many: take a smaller max_operand={task.max_operand} or "
+                             f"max_factor={task.max_factor}")
         problems = [Problem(key // size, op, key % size) for key in rng.sample(range(space), need)]
         train += problems[:want_train]
         held_out += problems[want_train:]

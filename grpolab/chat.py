@@ -113,10 +113,10 @@ _MORE_KEYS = {"assistant": {"tool_calls"}, "tool": {"tool_call_id", "name"}}
 
 def _checked(message: Message) -> Message:
     """A message as templates take it: arguments of calls as objects, "developer" as system. ValueError for what is none."""
-    role, calls, content = str(message.get("role")), message.get("tool_calls") or [], message.get("content")
+    role, calls, content = message.get("role"), message.get("tool_calls") or [], message.get("content")
     content = "" if content is None and calls else content
-    if (not set(message) <= {"role", "content"} | _MORE_KEYS.get(role, set()) or not isinstance(content, str)
-            or not isinstance(calls, list | tuple) or not re.fullmatch(r"[\w-]+", role)):
+    if (not isinstance(role, str) or not re.fullmatch(r"[\w-]+", role) or not isinstance(content, str)
+            or not isinstance(calls, list | tuple) or not set(message) <= {"role", "content"} | _MORE_KEYS.get(role, set())):
         raise ValueError("a message is a role (one word) and a content (text); an assistant's may hold tool_calls, a tool's a "
                          f"tool_call_id and a name: got {str(message)[:80]!r}")
     check_json(content)
@@ -213,13 +213,13 @@ def encode_chat(tokenizer, messages: Sequence[Message], tools: Sequence[dict] = 
     end = tokenizer.eos_token
     if end is None:
         raise ValueError("the tokenizer has no end token, so a turn could not end: set tokenizer.eos_token")
-    if not any(m["role"] == "assistant" for m in messages):
+    if not any(m.get("role") == "assistant" for m in messages):
         raise ValueError("the conversation has no assistant turn, so there is nothing to learn from it")
     ids: list[int] = []
     mask: list[int] = []
     done = ""  # the text that `ids` stands for
     for i, message in enumerate(messages):
-        if message["role"] != "assistant":
+        if message.get("role") != "assistant":
             continue
         before = _render(tokenizer, messages[:i], reply=True, tools=tools)
         after = _render(tokenizer, messages[: i + 1], reply=False, tools=tools)

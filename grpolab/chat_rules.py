@@ -22,7 +22,7 @@ import warnings
 from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from grpolab.checker import check_answer, parse_boxed_answer
+from grpolab.checker import check_answer, integer_answer, parse_boxed_answer
 
 if TYPE_CHECKING:  # torch stays out of what only reads texts
     from grpolab.rollouts import Rollout
@@ -145,8 +145,8 @@ def _form(text: str, row: Mapping[str, Any]) -> bool:
 
 def _topic(text: str, row: Mapping[str, Any]) -> bool:
     written = words(text)
-    named = "about" not in row or any(word.startswith(stem) for word in written for stem in row["about"])
-    return named and not set(written) & set(row.get("without", ()))
+    named = "about" not in row or any(word.startswith(stem.lower()) for word in written for stem in row["about"])
+    return named and not set(written) & {word.lower() for word in row.get("without", ())}
 
 
 def checks(row: Mapping[str, Any]) -> dict[str, Check]:
@@ -158,11 +158,18 @@ def checks(row: Mapping[str, Any]) -> dict[str, Check]:
             if named := sorted(RULES & set(row)):
                 raise ValueError(f"a row with the rule {named[0]!r} and without `kind`: give it one, any word")
             return rules
+        answer = integer_answer(row["answer"])
         boxed = {"format": lambda text, _: text.count("\\boxed") == 1 and parse_boxed_answer(text) is not None,
-                 "arithmetic": lambda text, _: check_answer(text, row["answer"])}
+                 "arithmetic": lambda text, _: check_answer(text, answer)}
         return rules | boxed
     if unknown := sorted(set(row) - RULES - {"prompt", "kind"}):
         raise ValueError(f"{unknown[0]!r} is no rule of a row of chat; there are {', '.join(sorted(RULES))}")
+    if (case := row.get("case", "lower")) not in ("lower", "upper"):
+        raise ValueError(f"case={case!r:.40} of a row: lower or upper")
+    if named := [name for name in ("about", "keys", "without") if isinstance(row.get(name), str)]:
+        raise ValueError(f"{named[0]}={row[named[0]]!r:.40} of a row: give a list of texts")
+    if row.get("refuse") and (named := sorted(RULES & set(row) - {"refuse"})):
+        raise ValueError(f"a row with `refuse` asks for nothing else, and this one has {named[0]!r}")
     rules["no repetition"] = lambda text, _: repeated(text) <= MOST_REPEATED
     if not {"code", "keys", "exactly"} & set(row):
         rules["English"] = lambda text, _: english(text)

@@ -18,6 +18,15 @@ def parse_boxed_answer(text: str) -> int | None:
     return int(digits) if sign in ("", "+") else -int(digits)
 
 
+def integer_answer(answer: object) -> int:
+    """The integer that a row's answer is, a number or a text; ValueError for another answer."""
+    try:
+        return answer if isinstance(answer, int) else int(str(answer))
+    except ValueError:
+        raise ValueError(f"the answer {answer!r:.40} of a row is no integer, which is all that a box can hold: give "
+                         "another reward, e.g. tasks.right_number") from None
+
+
 def check_answer(text: str, answer: int) -> bool:
     """Whether the last boxed integer of `text` is exactly `answer`."""
     return parse_boxed_answer(text) == answer

@@ -90,7 +90,7 @@ def atomic_write(path: str | Path, content: str | bytes) -> Path:
 @contextmanager
 def atomic_folder(path: str | Path) -> Iterator[Path]:
     """A fresh folder to fill; it takes the place of `path` when the block ends well, and vanishes when it does not."""
-    path = Path(path)
+    path = Path(path).resolve()  # a symbolic link stays, and what it points to is replaced
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = Path(tempfile.mkdtemp(dir=path.parent, prefix=f".{path.name}.", suffix=".partial"))
     try:
@@ -103,7 +103,12 @@ def atomic_folder(path: str | Path) -> Iterator[Path]:
                 os.chmod(file, 0o644)  # safetensors writes files that only their owner may read
         os.chmod(partial, 0o755)
         old = _renamed(path)
-        os.rename(partial, path)
+        try:
+            os.rename(partial, path)
+        except BaseException:
+            if old.exists() and not path.exists():
+                os.rename(old, path)
+            raise
         shutil.rmtree(old, ignore_errors=True)
     except BaseException:
         shutil.rmtree(partial, ignore_errors=True)

@@ -49,8 +49,9 @@ def generate_parity(n_train: int, n_eval: int, *, bits: int, seed: int) -> tuple
     Raises ValueError where they would be more than half of the 2**bits that exist: a model could then learn them by heart.
     """
     n, there = n_train + n_eval, 2**bits
-    if bits < 1 or min(n_train, n_eval) < 0 or n > there // 2:
-        raise ValueError(f"{n_train} + {n_eval} questions of bits={bits}: at most half of the {there} may be used; add bits")
+    if not 1 <= bits <= 62 or min(n_train, n_eval) < 0 or n > there // 2:
+        raise ValueError(f"{n_train} + {n_eval} questions of bits={bits}: at most half of the {there} may be used; take "
+                         "other bits, from 1 to 62")
     drawn = [Parity(f"{k:0{bits}b}") for k in random.Random(seed).sample(range(there), n)]
     return drawn[:n_train], drawn[n_train:]
 

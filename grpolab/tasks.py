@@ -56,6 +56,8 @@ def demonstration_of(row: Any) -> list[dict]:
     name = next((n for n in ("completion", "target") if has(row, n)), None)
     if name is not None:
         answer = value_of(row, name)
+        if not (isinstance(answer, str) or isinstance(answer, Sequence) and all(isinstance(m, Mapping) for m in answer)):
+            raise ValueError(f"the {name!r} of a row is a text or a list of messages, got {str(answer)[:120]!r}")
         messages += [{"role": "assistant", "content": answer}] if isinstance(answer, str) else list(answer)
     if messages[-1].get("role") != "assistant":
         raise ValueError(f"a demonstration needs a completion, or messages that end with the assistant's: {str(row)[:120]}")
@@ -87,7 +89,10 @@ def read_json(source: str | Path | Iterable, check: Callable[[Any], T] = lambda 
     """The values of a JSONL file, or of any iterable, as `check` returns them; ValueError names the line that it refuses as
     not being `what`."""
     is_file = isinstance(source, str | Path)
-    lines = Path(source).read_text(encoding="utf-8-sig").split("\n") if is_file else source  # strings may hold U+2028
+    try:
+        lines = Path(source).read_text(encoding="utf-8-sig").split("\n") if is_file else source  # strings may hold U+2028
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{source} is no UTF-8 text: save it as UTF-8 ({error})") from error
     values = []
     for number, line in enumerate(lines, start=1):
         if is_file and not line.strip():
@@ -106,7 +111,8 @@ def read_json(source: str | Path | Iterable, check: Callable[[Any], T] = lambda 
 # --- GSM8K ------------------------------------------------------------------------------------------------------------
 
 # Bounded repetitions: a text costs as much as its length, whatever a model writes.
-_NUMBER = re.compile(r"(?:(?<![\w)])[-\u2212])?\$?(?:[0-9]{1,3}(?:,[0-9]{3}){1,10}|[0-9]{1,60})(?:\.[0-9]{1,30})?"
+_NUMBER = re.compile(r"(?:(?<![\w)])[-\u2212])?\$?"
+                     r"(?:(?:[0-9]{1,3}(?:,[0-9]{3}){1,10}|[0-9]{1,60})(?:\.[0-9]{1,30})?|(?<![\w.])\.[0-9]{1,30})"
                      r"(?:[eE][-+]?[0-9]{1,3}\b)?")
 _FINAL = "####"  # GSM8K's mark before the final answer (arXiv 2110.14168)
 

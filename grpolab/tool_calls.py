@@ -116,7 +116,8 @@ def call_of(value: Any) -> ToolCall:
         raise ValueError('a call is {"name": "...", "arguments": {...}}')
     arguments = next((value[key] for key in ("arguments", "parameters") if value.get(key) is not None), {})
     try:
-        arguments = loads(arguments) if isinstance(arguments, str) and arguments.strip() else arguments or {}
+        if isinstance(arguments, str):
+            arguments = loads(arguments) if arguments.strip() else {}
         check_json([value["name"], arguments])
     except ValueError as error:
         raise ValueError(f"the arguments of {value['name']!r:.60} are no JSON object: {error}") from error

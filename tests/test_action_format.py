@@ -97,7 +97,8 @@ def test_calls_are_counted_by_the_environment_or_by_the_tools_that_answered():
     said = [StepResult({}, metadata={"calls": 1}), StepResult({}, metadata={"calls": 3})]
     assert TEXT.measure(said) == {"calls": 3} and TEXT.measure([]) == {"calls": 0}
     assert TEXT.measure([StepResult({}, metadata={"calls": ["a list"]})]) == {"calls": 0}
-    answered = [StepResult({"tool_name": "add"}), StepResult({"tool_name": "x", "error": {"message": "no"}}), StepResult({})]
+    answered = [StepResult({"tool_name": "add"}), StepResult({"tool_name": "y", "result": {"is_error": True}}),
+                StepResult({"tool_name": "x", "error": {"message": "no"}}), StepResult({})]
     assert tool_calls(answered) == {"calls": 1} == MCP.measure(answered)
 
 

@@ -44,6 +44,8 @@ def test_saturation_is_refused_quickly_and_just_below_it_works():
         generate(10**9, 500)
     with pytest.raises(ValueError, match=r"'\*'"):  # of two million in all * has only 10 000
         generate(25_000, 500)
+    with pytest.raises(ValueError, match="max_operand=5000000000"):
+        generate(1, 1, task=Task("+", max_operand=5_000_000_000))
     assert time.monotonic() - began < 5
 
 

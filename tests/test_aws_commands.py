@@ -188,6 +188,17 @@ def test_many_items_come_in_pages(account):
     assert json.loads(good(account.run(f"{scan} --no-paginate --limit 4")).stdout)["Count"] == 4
 
 
+@pytest.mark.parametrize("between", ["--no-paginate", "--marker x"])
+def test_a_command_changes_nothing_for_the_next(between):
+    """awscli, which parses once a process, writes into the tables that are kept here."""
+    def parameters(line):
+        return commands.parse(*commands.parse_global_options(split(line)[1:])).parameters
+
+    before = parameters("aws iam list-roles --max-items 1")
+    parameters(f"aws iam list-roles {between}")
+    assert parameters("aws iam list-roles --max-items 1") == before == {"PaginationConfig": {"MaxItems": 1}}
+
+
 def test_every_allowed_operation_exists():
     for service, operations in OPERATIONS.items():
         assert set(commands.commands_of(service)) == operations, service

@@ -181,7 +181,8 @@ def test_long_outputs_are_cut_in_their_middle():
     assert shorten(Output(True, '{\n    "A": [\n        1\n    ]\n}\n', ""), 100) == '{"A":[1]}'
     assert shorten(Output(True, "", ""), 100) == "ok" and shorten(Output(False, "", "\nno\n"), 100) == "no"
     cut = shorten(Output(True, "a" * 500 + "z" * 500, ""), 100)
-    assert len(cut) <= 100 and cut.startswith("aaaa") and cut.endswith("zzzz") and " ... 900 characters ... " in cut
+    assert len(cut) <= 100 and cut.startswith("aaaa") and cut.endswith("zzzz") and " ... 925 characters ... " in cut
+    assert cut.count("a") - 2 + cut.count("z") == 1000 - 925  # "characters" has two
 
 
 @pytest.mark.parametrize("options", [{"max_turns": 0}, {"tier": "hard"}, {"shaping": -1}, {"observation_characters": 0}])

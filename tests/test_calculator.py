@@ -111,6 +111,9 @@ def test_the_guessing_game():
 
 
 def test_an_early_find_is_worth_more():
+    env = GuessEnv()
+    env.reset(task={"secret": 42})
+    assert env.step({"text": "100000000042"}).observation["text"] == "lower"  # and is not 42
     env = GuessEnv(highest=9, max_turns=4, price=0.1)
     for guesses, reward in (("5", 1.0), ("345", 0.8), ("1235", 0.7), ("1234", 0.0)):
         env.reset(task={"secret": 5})

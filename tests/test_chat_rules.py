@@ -32,6 +32,7 @@ CASES = [  # rules of a row, a completion, the checks that it fails
     ({"ends": "?"}, '"Is it?"', set()), ({"ends": "?"}, "It is.", {"form"}),
     ({"about": ["tree", "leaf"]}, "Trees grow.", set()), ({"about": ["tree"]}, "Street lamps.", {"topic"}),
     ({"about": ["house"], "without": ["big"]}, "A big house.", {"topic"}),
+    ({"about": ["House"], "without": ["Big"]}, "A big house.", {"topic"}),
     ({"refuse": True}, "I'm sorry, but I can\u2019t help with that.", set()),
     ({"refuse": True}, "Sure, here it is.", {"refusal"}),
     ({}, "I cannot help with that.", {"no refusal"}), ({}, "I can't wait to see you!", set()),
@@ -46,6 +47,18 @@ def test_what_a_rule_sees(rules, text, failed):
     assert {name for name, held in verdicts(text, row, ENDED).items() if not held} == failed
     share = 1 - len(failed) / len(checks(row))
     assert share_kept(text, row, ENDED) == pytest.approx((share + (not failed)) / 2) and share_kept(text, row, CUT) < 1
+
+
+@pytest.mark.parametrize("rules", [{"case": "title"}, {"about": "tree"}, {"without": "big"}, {"refuse": True, "words": 3}])
+def test_a_rule_that_would_be_misread_is_refused(rules):
+    with pytest.raises(ValueError, match=f"{list(rules)[-1]}.* of a row|asks for nothing else"):
+        checks({"prompt": "?", "kind": "test"} | rules)
+
+
+def test_an_answer_may_be_a_text():
+    assert verdicts("\\boxed{42}", {"prompt": "?", "answer": "42"}, ENDED)["arithmetic"]
+    with pytest.raises(ValueError, match="'4.5' of a row is no integer"):
+        checks({"prompt": "?", "answer": "4.5"})
 
 
 def test_measures_of_a_text():

@@ -68,6 +68,32 @@ def test_a_folder_takes_the_old_ones_place_at_once_or_not_at_all(tmp_path, error
     assert (target / "new").stat().st_mode & 0o777 == 0o644
 
 
+def test_a_folder_behind_a_symbolic_link_is_replaced_where_it_lies(tmp_path):
+    target, link = tmp_path / "big", tmp_path / "policy"
+    target.mkdir()
+    link.symlink_to(target)
+    for content in ("old", "new"):
+        with atomic_folder(link) as folder:
+            (folder / content).touch()
+    assert link.is_symlink() and os.listdir(target) == ["new"] and sorted(os.listdir(tmp_path)) == ["big", "policy"]
+
+
+def test_a_folder_whose_place_cannot_be_taken_is_still_there(tmp_path, monkeypatch):
+    target, rename = tmp_path / "policy", os.rename
+    with atomic_folder(target) as folder:
+        (folder / "old").touch()
+
+    def interrupted(source, to):
+        if to == target and "gone" not in str(source):
+            raise KeyboardInterrupt
+        rename(source, to)
+
+    monkeypatch.setattr(os, "rename", interrupted)
+    with pytest.raises(KeyboardInterrupt), atomic_folder(target):
+        pass
+    assert os.listdir(target) == ["old"] and os.listdir(tmp_path) == ["policy"]
+
+
 def test_a_missing_shipped_file_is_named():
     assert data_path("tiny", "config.json").exists()
     with pytest.raises(FileNotFoundError, match="no-such-file.*whole copy"):

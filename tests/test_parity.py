@@ -34,6 +34,8 @@ def test_no_more_than_half_of_all_there_are(sizes):
     assert len(generate_parity(6, 2, bits=4, seed=0)[0]) == 6
     with pytest.raises(ValueError, match="bits=4"):
         generate_parity(*sizes, bits=4, seed=0)
+    with pytest.raises(ValueError, match="bits=64"):
+        generate_parity(4, 4, bits=64, seed=0)
 
 
 def test_the_mixture_holds_the_share_that_was_asked_for():

@@ -241,13 +241,17 @@ async def test_drop_needs_a_minimum_and_never_hides_a_bug():
 
 async def test_the_slots_share_the_rollouts_that_there_are():
     """One that is lost holds up nobody, and is named by its number."""
+    seeds = []
+
     async def job(slot, i):
+        seeds.append(slot.seed)
         await slot.step({"raise": "bad"} if i == 4 else {"text": ""})
         return i, slot.index
 
     async with serve(EchoEnv) as server, GrpoPool(server.url, size=3, on_failure="drop", min_group=1) as pool:
         results = await pool.run_group(job, jobs=10)
         assert [i for i, _ in results] == [0, 1, 2, 3, 5, 6, 7, 8, 9] == list(results.rollouts)
+        assert sorted(seeds) == sorted(rollout_seed(0, pool.group, i) for i in range(10))
         assert {index for _, index in results} == {0, 1, 2} and [f.rollout for f in pool.failures] == [4]
 
 
@@ -450,10 +454,15 @@ async def test_one_group_at_a_time():
         await group
         with pytest.raises(ValueError, match="3 actions for 2 sessions"):
             await pool.run_group_step([{}] * 3)
+        other = GrpoPool(server.url, size=2)
+        again = await asyncio.gather(other.connect(), other.connect(), return_exceptions=True)
+        assert isinstance(again[1], RuntimeError) and server.status()["sessions"] == 4
+        await other.close()
+        assert server.status()["sessions"] == 2
 
 
 @pytest.mark.parametrize("options, message", [
-    ({"size": 0}, "size=0"), ({"on_failure": "retry"}, "use one of fail, drop"),
+    ({"size": 0}, "size=0"), ({"size": 2.5}, "size=2.5"), ({"on_failure": "retry"}, "use one of fail, drop"),
     ({"on_failure": "drop", "min_group": 9}, "min_group=9"),
     ({"queue": float("inf")}, "queue=inf"), ({"queue": -1}, "queue=-1"), ({"queue": float("nan")}, "queue=nan")])
 def test_bad_arguments_are_named(options, message):

@@ -181,11 +181,11 @@ def test_a_server_of_an_environments_own_says_its_address_and_ends_with_all_that
     wait_for(lambda: not alive(int(child)), SOON)
 
 
-@pytest.mark.parametrize("command", ["exit 3", "sleep 60", "echo; sleep 60"])
+@pytest.mark.parametrize("command", ["exit 3", "sleep 60", "echo; sleep 60", "printf loading; sleep 60"])
 def test_a_server_that_gives_no_address_is_an_error(command):
     before = children()
     with pytest.raises(RuntimeError, match="sh printed no address"):
-        child_processes.start_server(["sh", "-c", command], seconds=0.3 if command == "sleep 60" else 10)
+        child_processes.start_server(["sh", "-c", command], seconds=10 if command.startswith(("exit", "echo")) else 0.3)
     assert children() <= before
 
 

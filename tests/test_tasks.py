@@ -60,6 +60,17 @@ def test_a_damaged_row_names_its_line(tmp_path, line, says):
     path.write_text("\n")
     with pytest.raises(ValueError, match="holds no rows"):
         tasks.read_rows(path)
+    path.write_bytes('{"prompt": "\u00e9"}'.encode("latin-1"))
+    with pytest.raises(ValueError, match="rows.jsonl is no UTF-8"):
+        tasks.read_rows(path)
+
+
+@pytest.mark.parametrize("target", [4, None, ["x"]])
+def test_a_completion_is_a_text_or_messages(target):
+    row = {"prompt": "a", "target": target}
+    with pytest.raises(ValueError, match="'target' of a row is a text or a list of messages"):
+        tasks.demonstration_of(row)
+    assert not tasks.shows_completion(row)
 
 
 @pytest.mark.parametrize("text, number", [
@@ -67,6 +78,7 @@ def test_a_damaged_row_names_its_line(tmp_path, line, says):
     ("12,34", "34"), pytest.param("9" * 2_000_000 + " 5", "5", id="long"),
     ("\u22125", "-5"), ("####", None), ("none", None), ("#### x 5", None), ("1 2 #### 3 #### 4", "4"),
     ("it takes 3-5", "5"), ("(-5)", "-5"), (str(1e-05), "0.00001"), ("some 2E3", "2000"), ("3e", "3"),
+    ("it costs .5", "0.5"), ("about $.50", "0.50"), ("-.25", "-0.25"), ("#### .5", "0.5"), ("it ends...5", "5"),
 ])
 def test_the_final_number(text, number):
     assert tasks.final_number(text) == (None if number is None else Decimal(number))

@@ -55,6 +55,8 @@ GOOD = '<tool_call>\n{"name": "room", "arguments": {"name": "Ann"}}\n</tool_call
     ("hermes", '<tool_call>{"name": "room", "arguments": {"x": "\\ud800"}}</tool_call>', 1),
     ("hermes", '<tool_call>{"name": "room", "arguments": {"x": ' + "[" * 600 + "]" * 600 + "}}</tool_call>", 1),
     ("hermes", f"<think>I could say {GOOD} here.</think> No.", 0),
+    ("hermes", '<tool_call>{"name": "room", "arguments": []}</tool_call>', 1),
+    ("hermes", '<tool_call>{"name": "room", "arguments": 0}</tool_call>', 1),
     ("llama", "<|python_tag|>room.call()", 1),
     ("pythonic", "[1, 2]", 0),
     ("pythonic", "[room(name=open('x'))]", 1),
@@ -221,9 +223,12 @@ def test_a_template_without_tools_is_refused(tiny):
     {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "[1]"}}]},
     {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": '{"a": "\\ud800"}'}}]},
     {"role": "assistant", "tool_calls": ["f()"]}, {"role": "tool"}, {"role": ["user"], "content": "x"},
+    {"content": "x"}, {"role": 5, "content": "x"},
     {"role": "assistant", "tool_calls": 5}, {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments":
      '{"a": ' * 700 + "1" + "}" * 700}}]},
 ])
 def test_messages_that_are_none_are_refused(tiny, message):
     with pytest.raises(ValueError, match="a message|a call is|arguments of 'f'|surrogate"):
         prompt_ids(tiny.tokenizer, [*user("x"), message, *user("x")], [ROOM])
+    with pytest.raises(ValueError):
+        encode_chat(tiny.tokenizer, [message, {"role": "assistant", "content": "x"}])

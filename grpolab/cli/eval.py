@@ -23,7 +23,7 @@ from grpolab.train.rewards import is_async
 
 @dataclass(frozen=True)
 class Eval:
-    """Format and exact-match rates of a model on held-out questions."""
+    """Format and exact-match rates of a model on arithmetic questions, which are drawn anew, or on rows of your own."""
 
     model: Positional[str]  # tiny, smollm2-135m, a Hugging Face id, or a folder
     tasks: Path | None = None

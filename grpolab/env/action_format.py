@@ -110,7 +110,7 @@ CALL_FORM = '{"name": "...", "arguments": {...}}'
 
 
 def tool_call(text: str) -> dict:
-    """The first JSON object in the text, {"name": tool, "arguments": {...}}, as OpenEnv's action `call_tool`."""
+    """The JSON object at the text's first brace, {"name": tool, "arguments": {...}}, as OpenEnv's action `call_tool`."""
     start = text.find("{")
     try:
         call, _ = json.JSONDecoder().raw_decode(text, max(start, 0))
@@ -125,7 +125,7 @@ def tool_call(text: str) -> dict:
 def tool_text(observation: dict) -> str:
     """What a tool returned, or its error. Of an observation that no call made (a reset's): its one text, else its JSON."""
     if "tool_name" not in observation:
-        fields = observation.get("metadata", {}) | {k: v for k, v in observation.items() if k != "metadata"}
+        fields = (observation.get("metadata") or {}) | {k: v for k, v in observation.items() if k != "metadata"}
         fields = {k: v for k, v in fields.items() if v not in (None, "", [], {})}
         texts = list(fields.values())
         return texts[0] if len(texts) == 1 and isinstance(texts[0], str) else _plain(fields)
@@ -135,7 +135,8 @@ def tool_text(observation: dict) -> str:
     result = observation.get("result")
     if not isinstance(result, dict) or not isinstance(result.get("content"), list):
         return _plain(result)
-    text = "\n".join(str(block.get("text", f"[{block.get('type')}]")) for block in result["content"])
+    blocks = [block if isinstance(block, dict) else {"text": block} for block in result["content"]]
+    text = "\n".join(str(block.get("text", f"[{block.get('type')}]")) for block in blocks)
     return told(text) if result.get("is_error") else text
 
 
@@ -163,7 +164,11 @@ def describe_tool(tool: dict) -> str:
 
 def tool_calls(results: Sequence[StepResult]) -> dict[str, float]:
     """{"calls": n}: the calls that a tool answered without an error."""
-    return {"calls": sum("tool_name" in r.observation and not r.observation.get("error") for r in results)}
+    def failed(observation: dict) -> bool:
+        result = observation.get("result")
+        return bool(observation.get("error") or isinstance(result, dict) and result.get("is_error"))
+
+    return {"calls": sum("tool_name" in r.observation and not failed(r.observation) for r in results)}
 
 
 TEXT = ActionFormat()

@@ -13,7 +13,7 @@ import re
 
 from grpolab.arithmetic import Problem, Task
 from grpolab.checker import check_answer, parse_boxed_answer
-from grpolab.env.protocol import InvalidAction, StepResult, whole
+from grpolab.env.protocol import InvalidAction, StepResult, check_counts, whole
 
 MAX_CHARACTERS = 100
 MAX_DIGITS = 12  # of one number in an expression
@@ -67,13 +67,6 @@ def action_text(action: dict) -> str:
     if set(action) - {"metadata"} != {"text"} or not isinstance(action["text"], str):
         raise InvalidAction(f'an action here is {{"text": "..."}}, got the keys {sorted(action)}')
     return action["text"]
-
-
-def check_counts(**counts: int) -> None:
-    """Raise ValueError for the first that is no whole number of at least 1."""
-    for name, count in counts.items():
-        if whole(count) is None or count < 1:
-            raise ValueError(f"{name}={count!r}: a whole number of at least 1")
 
 
 class CalculatorEnv:

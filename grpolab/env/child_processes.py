@@ -11,6 +11,7 @@ milliseconds.
 
 import contextlib
 import os
+import queue
 import select
 import signal
 import subprocess
@@ -43,18 +44,22 @@ def start_server(command, extra=None, seconds=10.0, **options) -> tuple[subproce
     address). RuntimeError where there is none within `seconds`; what it writes to stderr goes where ours does, or where
     `stderr=` says."""
     guard = start(command, extra, stdout=subprocess.PIPE, text=True, errors="replace", **options)
-    ready, _, _ = select.select([guard.stdout], [], [], seconds)
-    address = guard.stdout.readline().strip() if ready else ""
-    if not address:
-        stop(guard)
-        raise RuntimeError(f"{command[0]} printed no address {'first' if ready else f'within {seconds:g} s'}; what "
-                           "it wrote to stderr is in the log")
+    printed = queue.SimpleQueue()
 
     def drain() -> None:  # a full pipe would block it
+        printed.put(guard.stdout.readline().strip())
         for _ in guard.stdout:
             pass
 
     threading.Thread(target=drain, daemon=True).start()
+    try:
+        address = printed.get(timeout=seconds)
+    except queue.Empty:
+        address = None
+    if not address:
+        stop(guard)
+        raise RuntimeError(f"{command[0]} printed no address {'first' if address == '' else f'within {seconds:g} s'}; what "
+                           "it wrote to stderr is in the log")
     return guard, address
 
 

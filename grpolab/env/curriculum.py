@@ -15,6 +15,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from grpolab.env.protocol import check_counts
+
 PATIENCE = 10  # times the results that passing a tier takes at least; then the next one opens all the same
 LONGEST = 32  # times `interval`: the longest pause of a mastered or hopeless task
 NOVELTY, REVIEW, RECENCY = 2.0, 1.5, 0.5  # what a new task, a due one and one long not seen weigh beside a weak one's 1
@@ -44,9 +46,7 @@ class CurriculumConfig:
             raise ValueError(f"demote={self.demote}, promote={self.promote}: need 0 <= demote < promote <= 1")
         if not 0 < self.mastery <= 1:
             raise ValueError(f"mastery={self.mastery}: a share, more than 0 and at most 1")
-        for name in ("window", "min_tries", "interval"):
-            if not getattr(self, name) >= 1:
-                raise ValueError(f"{name}={getattr(self, name)}: at least 1")
+        check_counts(window=self.window, min_tries=self.min_tries, interval=self.interval)
         if self.min_tries > self.window:
             raise ValueError(f"min_tries={self.min_tries} results never fit into window={self.window}")
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import random
 import re
 
-from grpolab.env.calculator import action_text, check_counts
-from grpolab.env.protocol import InvalidAction, StepResult, whole
+from grpolab.env.calculator import action_text
+from grpolab.env.protocol import InvalidAction, StepResult, check_counts, whole
 
-_GUESS = re.compile(r"[0-9]{1,9}")
+_GUESS = re.compile(r"[0-9]{1,4000}")  # Python reads no longer number
 
 
 class GuessEnv:

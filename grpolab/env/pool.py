@@ -67,13 +67,13 @@ def rollout_seed(seed: int, group: int, rollout: int) -> int:
 class Slot:
     """What a rollout gets: `reset`, `step`, `state` of one environment, its own `seed`, and `span` for the timeline.
 
-    `index` is the rollout's number in the group, `turn` the number of its steps in this episode, `result` the last reply.
-    After an error of the environment (a ServerError other than InvalidAction), a failed reset or a lost connection the
-    session is closed and replaced before the next episode.
+    `index` is the slot's number, `rollout` that of its rollout in the group, `turn` that of the steps in this episode, `result`
+    the last reply. After an error of the environment (a ServerError other than InvalidAction), a failed reset or a lost
+    connection the session is closed and replaced before the next episode.
     """
 
     def __init__(self, pool: GrpoPool, index: int, session: EnvSession):
-        self.index, self.session = index, session
+        self.index, self.rollout, self.session = index, index, session
         self.turn = 0
         self.result: StepResult | None = None
         self._pool = pool
@@ -85,7 +85,7 @@ class Slot:
     @property
     def seed(self) -> int:
         """The seed of this rollout's own randomness: differs between rollouts and groups."""
-        return rollout_seed(self._pool.seed, self.group, self.index)
+        return rollout_seed(self._pool.seed, self.group, self.rollout)
 
     @property
     def group_seed(self) -> int:
@@ -122,7 +122,7 @@ class Slot:
 
 class GrpoPool:
     """`size` sessions of one server for the rollouts of a group. In place of a server's URL it takes an environment's class or
-    another function that makes one, and serves that itself while it is connected, on this loop.
+    another function that makes one, and serves that itself while it is connected, on this loop, without token and pings.
 
     on_failure: `fail` (the first failure cancels the group and is raised) or `drop` (finish with the others, at least
     `min_group` of them). `seed` makes the run: environments of group g are reset with `rollout_seed(seed, g, -1)`, the
@@ -137,8 +137,8 @@ class GrpoPool:
         if not isinstance(url, str) and not callable(url):
             raise ValueError(f"{url!r:.100} is neither the address of a server nor what makes an environment: give the class, "
                              "as in GrpoPool(MyEnv, size=8)")
-        if size < 1:
-            raise ValueError(f"size={size}: a pool has at least one session")
+        if size < 1 or size != int(size):
+            raise ValueError(f"size={size}: a pool has at least one session, a whole number of them")
         if on_failure not in ("fail", "drop"):
             raise ValueError(f"on_failure={on_failure!r}: use one of fail, drop")
         if on_failure == "drop" and not 1 <= min_group <= size:
@@ -180,6 +180,9 @@ class GrpoPool:
         FactoryError or DeadlineExceeded. Does nothing on a connected pool."""
         if self.slots:
             return
+        if self._running:
+            raise RuntimeError("this pool is being connected already: await that first")
+        self._running = True
         try:
             with _interruptible():
                 if self._make is not None:  # a hung session ends a second after our deadlines; another has its place before
@@ -192,6 +195,8 @@ class GrpoPool:
         except BaseException:
             await self.close()
             raise
+        finally:
+            self._running = False
         self.slots = [Slot(self, i, session) for i, session in enumerate(sessions)]
 
     async def _open(self, indices: Sequence[int], seconds: float) -> list[EnvSession]:
@@ -255,6 +260,7 @@ class GrpoPool:
 
         async def run(slot: Slot) -> None:
             for i in [slot.index] if jobs is None else todo:
+                slot.rollout = i
                 try:
                     work = rollout(slot) if jobs is None else rollout(slot, i)
                     finished[i] = await _within(work, self.deadlines.episode, f"rollout {i}")

@@ -47,12 +47,13 @@ class Isolation:
 
 def importable(factory: Callable[..., Any] | str) -> str:
     """The name under which another process finds a factory; raises ValueError if there is none."""
-    if isinstance(factory, str):
+    if isinstance(factory, str) and not factory.startswith("__main__:"):
         name = SHIPPED.get(factory, factory)
         if ":" not in name or find_spec(name.partition(":")[0].partition(".")[0]) is None:
             load_factory(factory)  # says what is wrong with it
         return name
-    name = f"{getattr(factory, '__module__', '')}:{getattr(factory, '__qualname__', '')}"
+    module, name = getattr(factory, "__module__", ""), getattr(factory, "__qualname__", "")
+    name = factory if isinstance(factory, str) else f"{module}:{name}"
     if name.startswith("__main__:") or "<" in name or pkgutil.resolve_name(name) is not factory:
         raise ValueError(f"isolate='process' imports the environment anew, and {factory!r} is no class or function of an "
                          "importable module (a notebook's is none): put it into a file, or use isolate='thread'")

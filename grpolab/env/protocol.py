@@ -89,6 +89,13 @@ def whole(value: Any) -> int | None:
     return value if isinstance(value, int) and not isinstance(value, bool) else None
 
 
+def check_counts(**counts: int) -> None:
+    """Raise ValueError for the first that is no whole number of at least 1."""
+    for name, count in counts.items():
+        if whole(count) is None or count < 1:
+            raise ValueError(f"{name}={count!r}: a whole number of at least 1")
+
+
 class EnvError(Exception):
     """Anything that went wrong between a session and its server. Failures are errors, never rewards."""
 

@@ -22,7 +22,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from grpolab.chat import prompt_ids
-from grpolab.checker import check_answer
+from grpolab.checker import check_answer, integer_answer
 from grpolab.decode.sampler import Sampler
 from grpolab.decode.sampling import SamplingParams
 from grpolab.env.protocol import first_fault
@@ -40,13 +40,7 @@ Reward = Callable[[str, Any, Rollout], Any]
 def finished_and_correct(text: str, problem: Any, rollout: Rollout) -> float:
     """1.0 for a right boxed answer in a completion that the policy ended itself, else 0.0. A reward for the box alone
     would never ask for the end token, and the policy would forget to stop. ValueError for a row without an integer `answer`."""
-    answer = value_of(problem, "answer")
-    if not isinstance(answer, int):
-        try:
-            answer = int(str(answer))
-        except ValueError:
-            raise ValueError(f"the answer {answer!r:.40} of a row is no integer, which is all that a box can hold: give "
-                             "another reward, e.g. tasks.right_number") from None
+    answer = integer_answer(value_of(problem, "answer"))
     return float(rollout.finish_reason == "eos" and check_answer(text, answer))
 
 

@@ -171,6 +171,7 @@ def _parse(service: str, operation: str, words: list[str], options: Namespace) -
     command, model = commands_of(service)[operation]
     session = _session()
     table = command.arg_table
+    whole = dict(table)
     _check_options(words, table)
     try:
         # The events and steps are those of awscli.clidriver.ServiceOperation, which would end in a call of its own client.
@@ -191,6 +192,8 @@ def _parse(service: str, operation: str, words: list[str], options: Namespace) -
         raise
     except Exception as error:  # noqa: BLE001  shorthand, JSON and its customisations raise whatever they meet
         raise CommandRefused(error_text(error)) from error
+    finally:
+        table.update(whole)  # the tables serve all commands, and where pagination is off awscli puts others into this one
     payload = model.output_shape.serialization["payload"] if model.has_streaming_output else None
     return Call(model.service_model.service_name, model.name, parameters, options, payload)
 

@@ -148,6 +148,6 @@ def shorten(output: Output, characters: int) -> str:
         return "ok" if output.ok else "failed"
     if len(text) <= characters:
         return text
-    cut = f" ... {len(text) - characters} characters ... "
-    shown = max(characters - len(cut), 2)
+    shown = max(characters - len(f" ... {len(text)} characters ... "), 2)
+    cut = f" ... {len(text) - shown} characters ... "
     return (text[:shown - shown // 3] + cut + text[-(shown // 3):])[:characters]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from grpolab.env.calculator import check_counts
+from grpolab.env.protocol import check_counts
 
 TIERS = ("warmup", "beginner", "intermediate", "advanced", "expert", "drift")
 
