@@ -69,7 +69,7 @@ def main(argv: list[str] | None = None) -> int:
             arguments = renamed(arguments, name)
         module, cls, _ = COMMANDS[name]
         return parse(name, getattr(import_module(f"grpolab.cli.{module}"), cls), arguments).run()
-    except (ValueError, ImportError, OSError, RuntimeError, EnvError, FloatingPointError) as error:
+    except (ValueError, TypeError, ImportError, OSError, RuntimeError, EnvError, FloatingPointError) as error:
         if not (isinstance(error, ValueError | ImportError | OSError) or raised_by_us(error)):
             traceback.print_exception(error)
         print(f"grpolab {name}: {error}{remedy(name, error)}", file=sys.stderr)

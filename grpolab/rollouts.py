@@ -101,6 +101,12 @@ class RecordedGroup:
         lost = [Rollout(r.prompt, (), (), (), (), "lost") for r in self.group]
         return Group(tuple(x if gone else r for r, x, gone in zip(self.group, lost, self.absent or (False,) * len(lost))))
 
+    def filled(self, n: int) -> tuple[Group, list[float]]:
+        """`trained` and its advantages, `n` of each: empty rollouts without reward fill it up."""
+        more = n - len(self.group)
+        lost = Rollout(self.group[0].prompt, (), (), (), (), "lost")
+        return Group((*self.trained, *[lost] * more)), [*self.advantages, *[0.0] * more]
+
 
 @dataclass(frozen=True)
 class Batch:

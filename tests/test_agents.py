@@ -13,7 +13,7 @@ from grpolab.arithmetic import generate
 from grpolab.decode.audit import audit
 from grpolab.rollouts import Rollout
 from grpolab.runs.run import Run
-from grpolab.serve.agents import AgentRun, agent_grpo, as_groups, last_rollouts, padded, run_agent
+from grpolab.serve.agents import AgentRun, agent_grpo, as_groups, last_rollouts, run_agent
 from grpolab.serve.service import serve_policy
 from grpolab.train import GRPOConfig
 
@@ -98,7 +98,7 @@ def test_a_run_that_rewrites_history_counts_once(tiny):
     assert group.used and not abstained.used and list(abstained.advantages) == [0.0] * 5
     assert group.absent == (False, False, False, False, True) and group.parts["run"] == [0, 0, 0, 1, 3]
     assert group.advantages == (0.5, 0.5, 0.5, -0.5, 0.0)
-    rollouts, weights = padded(group, 7)
+    rollouts, weights = group.filled(7)
     assert weights == [0.5, 0.5, 0.5, -0.5, 0, 0, 0] and [r.tokens for r in rollouts] == [(3,), (4, 5), (6,), (7,), (), (), ()]
     assert [r.reward for r in rollouts] == [1.0, 1.0, 1.0, 0.0, None, None, None]
     assert [r.reward for r in last_rollouts(runs)] == [1.0, 0.0, None, None, None]
@@ -225,3 +225,5 @@ async def test_a_service_of_another_policy(tiny):
     async with serve_policy(tiny) as service:
         with pytest.raises(ValueError, match="another policy object"):
             await anext(agent_grpo(fresh(tiny), None, ROWS, config(), ones, service=service))
+        with pytest.raises(ValueError, match="sampler is not exact"):
+            await anext(agent_grpo(tiny, None, ROWS, config(exact=True), ones, service=service))

@@ -148,8 +148,9 @@ def test_advantages_of_an_environment_take_the_place_of_those_of_the_rewards():
     sent = {"advantages": [[9, 9, 1, 2, 3, 4], [9, 9, 5, 6]], "overrides": [{}, {"set_advantage_to_zero": True}]}
     tokens = advantages_of([ITEM, ITEM | sent], groups, config)
     assert tokens[0].tolist() == [[0.5] * 4, [-0.5] * 4] and tokens[1].tolist() == [[1, 2, 3, 4], [0] * 4]
-    for wrong in ([[1.0], [1.0]], [[float("nan")] * 6, [0] * 4]):
-        with pytest.raises(ValueError, match="advantages for 6 tokens"):
+    for wrong, said in (([[1.0], [1.0]], "advantages for 6 tokens"), ([[float("nan")] * 6, [0] * 4], "advantages for 6 tokens"),
+                        ([[0] * 6], "advantages of 1 seq"), ([[0] * 6, [0] * 4, [0]], "advantages of 3 seq")):
+        with pytest.raises(ValueError, match=said):
             advantages_of([ITEM | {"advantages": wrong}], [PAIR], config)
 
 
@@ -165,7 +166,8 @@ async def test_a_group_that_does_not_fit_costs_itself(tiny):
 
     wrong = ITEM | {"scores": [float("nan"), 0.0]}
     typed = ITEM | {"generation_params": {"policy_version": None}}
-    batches = [[wrong], [typed, ITEM], [wrong, ITEM]]
+    told = {"advantages": [[9, 9, 2, 2, 2, 2], [9, 9, 1, 1]]}
+    batches = [[ITEM | told], [wrong], [typed, ITEM], [wrong, ITEM]]
     source = atropos_source(Trainer(), tiny, GRPOConfig())
     with pytest.warns(UserWarning, match="1 of 2 groups were left out: a sequence came with the score nan"):
         drawn = await source(0)
@@ -174,6 +176,7 @@ async def test_a_group_that_does_not_fit_costs_itself(tiny):
         assert len((await source(1)).groups) == 1
     with pytest.raises(ValueError, match="no group of the batch can be trained on"):
         await source(2)
+    assert (await source(3)).record()[0].advantages == (2.0, 1.0)  # means over each one's own tokens
 
 
 async def test_training_from_an_environment(tiny, api):

@@ -48,6 +48,12 @@ def test_a_sparkline_rises_with_its_values():
     assert sparkline(range(1000)) == "".join(sorted(sparkline(range(1000)))) and len(sparkline(range(1000))) == 40
 
 
+def test_an_infinite_value_has_no_bar():
+    dashboard = Dashboard(3, ["loss"], "SFT")
+    dashboard.rows = [{"loss": 1.0}, {"loss": float("inf")}, {"loss": 2.0}]
+    assert "▁█" in dashboard._row("loss")
+
+
 def test_a_value_outside_its_healthy_range_is_coloured():
     live = Dashboard(4, ["mixed", "ratio", "own"], meanings={"own": "what I count"})
     live.update({"step": 0, "mixed": 0.5, "ratio": 1.05, "own": 11657.3})

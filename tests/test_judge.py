@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import json
+import resource
 import threading
 import time
 
@@ -73,6 +74,15 @@ def test_what_was_asked_once_is_not_asked_again(tiny, tmp_path):
         again = Judge(url, "m", cache=tmp_path / "judge.jsonl")
         assert judged(again, tiny, "b", "aa") == [0.5, 0.3] and again.asked == 0
         assert judged(Judge(url, "other", cache=tmp_path / "judge.jsonl"), tiny, "b") == [0.5] and len(asked) == 6
+        limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+        full = Judge(url, "m", cache=tmp_path / "judge.jsonl")
+        try:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (full.cache.stat().st_size + 20, limits[1]))
+            with pytest.raises(OSError, match="judge.jsonl"):
+                judged(full, tiny, "new")
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        assert judged(Judge(url, "m", cache=tmp_path / "judge.jsonl"), tiny, "b") == [0.5]  # no half of a line is left
     (tmp_path / "judge.jsonl").write_text("{")
     with pytest.raises(ValueError, match="line 1"):
         Judge(url, "m", cache=tmp_path / "judge.jsonl")

@@ -19,6 +19,7 @@ from grpolab.serve.http_client import RemoteError
 from grpolab.serve.mapped import UNDER_WAY, Mapped
 from grpolab.serve.remote import RemoteSampler
 from grpolab.serve.service import serve_policy
+from grpolab.serve.weight_sync import SharedFile
 from tests.test_serve import post
 
 PARAMS = SamplingParams(seed=0, max_new_tokens=8, ignore_eos=True)
@@ -51,6 +52,28 @@ async def test_a_step_of_the_trainer_is_the_servers_without_sending(tmp_path):
         assert not list(tmp_path.iterdir())
         step(trainer)  # is the trainer's own again
         assert not torch.equal(next(trainer.model.parameters()), next(served.model.parameters()))
+
+
+async def test_another_trainer_may_send_its_weights_by_the_file(tiny, tmp_path):
+    """They do not go into the memory of the trainer whose weights were mapped before, whose locks are closed."""
+    path, other = tmp_path / "weights", load_policy("tiny")
+    trainer, served = load_policy("tiny"), load_policy("tiny")
+    other.version = 7
+    step(other)
+    async with serve_policy(served, weights=path) as service:
+        async with RemoteSampler(service.url, trainer, bridge=Mapped(path)) as first:
+            await first.publish()
+            held = os.listdir("/proc/self/fd")
+            async with RemoteSampler(service.url, other, bridge=SharedFile(path)) as second:
+                assert await second.publish() == 8
+                for p, mine, its in zip(trainer.model.parameters(), other.model.parameters(), served.model.parameters()):
+                    assert not torch.equal(p, mine) and torch.equal(its, mine)
+                (group,) = await second.sample([[5, 6, 7]], params=PARAMS)
+                assert group[0].policy_version == 8
+        for _ in range(3):
+            async with RemoteSampler(service.url, trainer, bridge=Mapped(path)) as again:
+                await again.publish()
+        assert len(os.listdir("/proc/self/fd")) <= len(held)
 
 
 @pytest.mark.parametrize("engine", ["auto", "unpacked"])

@@ -322,6 +322,7 @@ async def test_many_processes_leave_nothing_behind():
     (["calculator", "--isolate", "thread", "--memory-mib", "100"], "--memory-mib"),
     (["calculator", "--env", "NOT_SET_HERE"], "NOT_SET_HERE is not set"),
     (["calculator", "--host", "0.0.0.0"], "--token-file"),
+    (["calculator", "--isolate", "thread", "--env", "A=1"], "need --isolate process"),
     (["calculator", "--token-file", "empty"], "empty is empty"),
     (["calculator", "--token-file", "two lines"], "holds spaces, line breaks"),
     (["calculator", "--token-file", "none"], "none"),

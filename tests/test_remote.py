@@ -326,7 +326,7 @@ def test_servers_that_are_not_there(tiny):
         assert "is it running" not in str(slow.value)
     with pytest.raises(RemoteError, match=f"{port}.*is it running"):
         asyncio.run(RemoteSampler(f"http://127.0.0.1:{port}", tiny).sample(PROMPTS))
-    for url in ("127.0.0.1:80", "ftp://x", "http://"):
+    for url in ("127.0.0.1:80", "ftp://x", "http://", "http://127.0.0.1:port", "http://127.0.0.1:99999", "http://[::1"):
         with pytest.raises(ValueError, match="no address"):
             RemoteSampler(url, tiny)
     with imitation({"/v1/models": {"data": [{"id": "m"}]}}) as url, pytest.raises(RemoteError, match="not 'other'"):

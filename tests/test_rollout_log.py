@@ -118,6 +118,12 @@ def test_episodes_keep_their_turns_and_what_the_update_did_not_get():
     assert back[1].turns[1] == () and back[1].parts == {"calls": [6.0, None]}
 
 
+def test_a_temperature_of_its_own_is_kept():
+    rollouts = [Rollout((1,), (2,), (1,), (-1.0,), (-1.0,), "eos", reward=1.0, temperature=t) for t in (0.7, None)]
+    line = rollout_log.line_of(0, 0, RecordedGroup(Group(tuple(rollouts)), (0.5, -0.5)), str)
+    assert [r.temperature for r in rollout_log.recorded(json.loads(json.dumps(line))).group] == [0.7, None]
+
+
 def test_a_question_may_be_anything(tmp_path):
     """What JSON cannot hold stands there as its fields or its text, and stops no training."""
     recorder = Recorder(tmp_path)

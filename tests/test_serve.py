@@ -296,6 +296,7 @@ async def test_a_policy_that_breaks_is_an_error_not_an_answer(tiny):
             async for _ in await chat(client, max_tokens=4, stream=True):
                 pass
         await idle(service)
+        assert service.counts["failed"] >= 1 and service.counts["refused"] == 0
 
 
 # --- callers who leave ------------------------------------------------------------------------------------------------
@@ -334,7 +335,8 @@ async def test_leaving_the_block_ends_what_is_sampled(tiny):
         await chat(client, max_tokens=2)
         asked = dict(n=8, max_tokens=480, extra_body={"ignore_eos": True})
         asking = [asyncio.ensure_future(chat(client, **asked)) for _ in range(2)]
-        while service.rows < 16:
+        asking.append(asyncio.ensure_future(chat(client.with_options(base_url=service.open_session().url), **asked)))
+        while service.rows < 24:
             await asyncio.sleep(0.005)
         began = time.perf_counter()
     assert time.perf_counter() - began < 5
@@ -542,6 +544,7 @@ async def test_echo_has_the_most_probable_token_at_each_place(tiny, follows):
     ({"echo": True, "logprobs": 0, "max_tokens": 1, "temperature": 0}, "logprobs=1"),
     ({"echo": True, "max_tokens": 0}, "logprobs=0"), ({"echo": True, "max_tokens": 0, "logprobs": 0, "n": 2}, "without n"),
     ({"echo": True, "max_tokens": 0, "logprobs": 0, "prompt": [5] * 513}, "the context is 512 tokens"),
+    ({"echo": True, "max_tokens": 0, "logprobs": 0, "prompt": [5, 10**6]}, "token id 1000000, outside the vocabulary"),
 ])
 async def test_what_echo_refuses(tiny, options, said):
     async with served(tiny) as (service, client):

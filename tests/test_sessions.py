@@ -155,6 +155,9 @@ async def test_what_a_session_is_opened_with(tiny):
             await client.chat.completions.create(model="tiny", messages=ASK, max_tokens=30)
         rollout = service.rollout(session)
         assert audit(tiny, [rollout], temperature=0.7).max_error < 1e-4
+        for name in ("temperature", "max_tokens", "limit"):
+            with pytest.raises(ValueError, match=f"{name}=0 of a session"):
+                service.open_session(**{name: 0})
 
 
 async def test_a_collected_session_is_over(tiny):

@@ -121,6 +121,12 @@ def test_a_reward_is_a_function_of_a_file(tmp_path):
     assert command("grpo", "--reward", f"{tmp_path}/own_rewards.py:both").rewarded.rewards
     with pytest.raises(ValueError, match="there is no file"):
         load_object(f"{tmp_path}/other.py:one", "--reward")
+    tools = tmp_path / "tools.py"
+    tools.write_text("notes = []\ndef store(): notes.append(1)\ndef recall(): return len(notes)\n")
+    load_object(f"{tools}:store", "--tools")()
+    assert load_object(f"{tools}:recall", "--tools")() == 1  # one module for both
+    tools.write_text("def recall(): return 'written anew'\n")
+    assert load_object(f"{tools}:recall", "--tools")() == "written anew"
 
 
 @pytest.mark.full
@@ -247,6 +253,8 @@ def test_the_command_line_wins_over_the_file(tmp_path):
     asked = train(path, "--lr=0.25", "--no-exact", "--num_generations", "4")
     assert (asked.config.steps, asked.config.lr, asked.config.exact, asked.config.group_size) == (5, 0.25, False, 4)
     assert asked.model == "tiny" and train(path, "smollm2-135m").model == "smollm2-135m" and asked.task.ops == "+"
+    named = train(path, "--name", "lr")  # a value that is also an option's name
+    assert (named.config.lr, named.name) == (0.5, "lr")
 
 
 @pytest.mark.parametrize("text, says", [
@@ -466,6 +474,8 @@ def test_exports_a_recipe_a_sample_and_rows_for_trackers(tmp_path, monkeypatch, 
     assert module.rows == [("mine", "cli_grpo-tiny", step, 0.0) for step in range(3)] and module.ended == 1
     assert main(["grpo", "tiny", *SHORT, "--report-to", "trackio"]) == 1
     assert "pip install trackio" in capsys.readouterr().err
+    with pytest.raises(ModuleNotFoundError, match="of_the_reward"), commands.tracker("wandb", folder):
+        raise ModuleNotFoundError("No module named 'of_the_reward'")  # and no word of --report-to
 
 
 def test_an_adapter_is_trained_beside_its_reference(tmp_path, monkeypatch):

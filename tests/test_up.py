@@ -76,6 +76,8 @@ def test_dry_run_prints_what_it_would_start(recipe, capsys, way):
     environment = next(line for line in lines if line.startswith("environment"))
     assert "--openai.server_type=vllm" in environment and "--env.group_size=8" in environment
     assert "--env.data_path=train.jsonl" in environment
+    assert main(["up", recipe(more), "--dry-run", "--dtype", "bfloat16"]) == 0
+    assert ("--dtype bfloat16" in capsys.readouterr().out) == bool(server)  # whose weights are of the trainer's type
 
 
 def test_what_cannot_work_is_refused_before_anything_starts(recipe, capsys, monkeypatch):

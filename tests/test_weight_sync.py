@@ -369,7 +369,7 @@ async def test_what_cannot_be_swapped(tiny, tmp_path):
 
 async def test_the_same_call_on_a_server_of_vllms_make(tmp_path):
     """Its answers to adapters are texts, it keeps each name until it is told otherwise, and its rollouts say no version."""
-    policy, served, loaded, right = adapted(), ["m", "policy-v0"], [], [True]
+    policy, served, loaded, right = adapted(), ["m", "policy-v0", "policy-vision"], [], [True]
 
     def load(body):
         loaded.append(body)
@@ -393,7 +393,7 @@ async def test_the_same_call_on_a_server_of_vllms_make(tmp_path):
                "/v1/load_lora_adapter": load, "/v1/unload_lora_adapter": unload, "/v1/completions": complete}
     with imitation(answers) as url:
         async with RemoteSampler(url, policy, bridge=AdapterSwap(tmp_path), max_staleness=0) as remote:
-            assert await remote.publish() == 1 and served == ["m", "policy-v1"]
+            assert await remote.publish() == 1 and served == ["m", "policy-vision", "policy-v1"]
             assert Path(loaded[0]["lora_path"], lora.WEIGHTS).is_file()
             groups = await remote.sample(PROMPTS, group_size=2, params=SHORT)
             assert {r.policy_version for g in groups for r in g} == {1}

@@ -19,7 +19,7 @@ from grpolab.cli import UsageError
 from grpolab.cli.rollout_options import load_reward
 from grpolab.decode.sampler import Sampler
 from grpolab.decode.sampling import SamplingParams
-from grpolab.files import atomic_write
+from grpolab.files import atomic_write, locked
 from grpolab.models.load import Policy, load_policy
 from grpolab.runs.checkpoints import data_hash, weights_hash
 from grpolab.train.preferences import pairs_by_reward, preference_row
@@ -54,6 +54,18 @@ class Pairs:
                              f"{self.samples}, {self.per_row}, {self.rows_at_once} and {self.margin:g}")
         if bool(self.judge) != bool(self.judge_model) or self.judge and self.reward:
             raise UsageError("completions are scored by --reward, or by --judge URL with --judge-model NAME")
+        self.out.parent.mkdir(parents=True, exist_ok=True)
+        lock = self.out.with_name(f".{self.out.name}.process")
+        try:
+            with locked(lock):
+                try:
+                    return self.write()
+                finally:
+                    lock.unlink()
+        except BlockingIOError as error:
+            raise ValueError(f"--out {self.out} is being written by process {error}: name another file") from error
+
+    def write(self) -> int:
         if self.out.exists():
             raise UsageError(f"--out {self.out} exists, and pairs are not written over: name another file, or remove it")
         rows = tasks.read_rows(self.data)

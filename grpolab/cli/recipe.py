@@ -103,6 +103,8 @@ def renamed(arguments: Sequence[str], method: str) -> list[str]:
         if option in MODEL:
             models.append(value if equals else next(waiting, ""))
         elif option in TRACKERS:
+            if equals:
+                raise UsageError(f"--{option}={value}: it is a switch without a value; leave it out where you do not want it")
             trackers.append(TRACKERS[option])
         elif why := NO_OPTION_OF.get(method, {}).get(known) or NO_OPTION.get(known):
             raise UsageError(f"--{option} is no option here: {why}")
@@ -162,7 +164,7 @@ def read(path: str | Path, overrides: Sequence[str], methods: Sequence[str],
         raise UsageError(f"{path}: a recipe says method = one of {', '.join(methods)}, and model = a name or folder; it has "
                          f"method {method!r} and model {model!r}")
     overrides = renamed(overrides, method)
-    overridden = {_name(argument) for argument in overrides}
+    overridden = {_name(argument) for argument in overrides if argument.startswith("--")}
     positional = bool(overrides) and not overrides[0].startswith("--")
     arguments, keys = [] if positional else [model], {"model": list(models)}
     switches = {key: entries.pop(key) for key in list(entries)

@@ -9,7 +9,9 @@ import sys
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
+from types import ModuleType
 from typing import Any, Literal
 
 from grpolab.cli import UsageError
@@ -97,7 +99,11 @@ class RolloutOptions:
         missing = next((n for n, row in enumerate(rows, 1) if not isinstance(row, dict) or self.curriculum not in row), None)
         if missing:
             raise ValueError(f"--curriculum {self.curriculum}: row {missing} has no such field, which says its tier")
-        levels = sorted({row[self.curriculum] for row in rows})
+        try:
+            levels = sorted({row[self.curriculum] for row in rows})
+        except TypeError as error:
+            raise ValueError(f"--curriculum {self.curriculum}: its values have no order; take numbers alone, or texts alone "
+                             f"({error})") from error
         return Curriculum([[row for row in rows if row[self.curriculum] == level] for level in levels], seed=seed)
 
 
@@ -220,12 +226,19 @@ def load_object(name: str, option: str) -> Any:
     if module.endswith(".py"):
         if not Path(module).is_file():
             raise ValueError(f"{option} {name}: there is no file {module}")
-        spec = importlib.util.spec_from_file_location(Path(module).stem, module)
-        loaded = importlib.util.module_from_spec(spec)
-        sys.modules.setdefault(spec.name, loaded)  # where a dataclass of the file looks for its annotations
-        spec.loader.exec_module(loaded)
+        loaded = _module_of(Path(module).resolve(), Path(module).stat().st_mtime_ns)
     else:
         loaded = importlib.import_module(module)
     if not hasattr(loaded, attribute):
         raise ValueError(f"{module} has no function {attribute!r}")
     return getattr(loaded, attribute)
+
+
+@cache
+def _module_of(file: Path, written: int) -> ModuleType:
+    """The module of a file, one for all that is named of it, so that tools and reward share its state and its classes."""
+    spec = importlib.util.spec_from_file_location(file.stem, file)
+    loaded = importlib.util.module_from_spec(spec)
+    sys.modules.setdefault(spec.name, loaded)  # where a dataclass of the file looks for its annotations
+    spec.loader.exec_module(loaded)
+    return loaded

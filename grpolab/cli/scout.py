@@ -22,6 +22,7 @@ from grpolab.decode.sampling import SamplingParams
 from grpolab.evaluate import pass_at_k, share_interval, wilson
 from grpolab.files import atomic_write
 from grpolab.models.load import load_policy
+from grpolab.rollouts import CUT
 from grpolab.train.rewards import finished_and_correct, report, sample_and_score
 from grpolab.train.sources import with_signal
 
@@ -101,7 +102,7 @@ class Scout:
         mixed = wilson(len(with_signal(groups)), len(groups))
         right = [sum(r is not None and r >= 1 for r in group.rewards) for group in groups]
         rollouts = [rollout for group in groups for rollout in group]
-        cut = sum(rollout.finish_reason == "length" for rollout in rollouts) / len(rollouts)
+        cut = sum(rollout.finish_reason in CUT for rollout in rollouts) / len(rollouts)
         pass_at = {k: share_interval([pass_at_k(self.samples, n, k) for n in right]) for k in (1, self.samples)}
         return mixed.value, {
             "groups that differ": str(mixed), **{f"pass@{k}": str(interval) for k, interval in pass_at.items()},

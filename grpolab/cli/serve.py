@@ -58,8 +58,8 @@ class Serve:
     aws: OmitArgPrefixes[AwsOptions] = AwsOptions()
 
     def run(self) -> int:
-        if self.isolate == "thread" and (self.cwd or self.memory_mib is not None):
-            raise UsageError("--cwd and --memory-mib need --isolate process: a thread has neither to itself")
+        if self.isolate == "thread" and (self.env or self.cwd or self.memory_mib is not None):
+            raise UsageError("--env, --cwd and --memory-mib need --isolate process: a thread has none of them to itself")
         if self.environment != "aws" and (changed := entries(self.aws)):
             name = min(changed)
             raise UsageError(f"--{name.replace('_', '-')} is only of `serve aws`")
@@ -89,6 +89,7 @@ class ServePolicy:
 
     model: Positional[str]  # tiny, smollm2-135m, a Hugging Face id, or a folder
     name: str | None = None  # what requests call the model (default: its own name)
+    dtype: Literal["float32", "bfloat16", "float16"] = "float32"  # of the weights; a trainer that sends its own has the same
     address: OmitArgPrefixes[Address] = Address()
     slots: int | None = None  # completions decoded together (default: what the memory holds)
     seed: int = 0  # of the requests that bring none
@@ -107,7 +108,7 @@ class ServePolicy:
         from grpolab.decode.sampler import Sampler  # torch is not needed for --help, nor to refuse an address
         from grpolab.models.load import load_policy
 
-        policy = load_policy(self.model)
+        policy = load_policy(self.model, dtype=self.dtype)
         print(policy.origin)
         policy.version = self.policy_version
         engine = "auto" if self.packed else "unpacked"

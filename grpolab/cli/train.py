@@ -242,18 +242,18 @@ def tracker(name: str, folder: Path) -> Iterator[Any]:
     """A sink of a run (`Run(sinks=...)`), ended with the block: TensorBoard's files in the run's folder; a run of wandb or
     trackio, in the project that WANDB_PROJECT or TRACKIO_PROJECT names, else grpolab."""
     try:
-        if name == "tensorboard":
-            with importlib.import_module("torch.utils.tensorboard").SummaryWriter(str(folder / name)) as writer:
-                yield writer
-        else:
-            module = importlib.import_module(name)
-            project = os.environ.get(f"{name.upper()}_PROJECT", "grpolab")
-            try:
-                yield module.init(project=project, name="-".join(folder.parts[-2:]))
-            finally:
-                module.finish()
+        module = importlib.import_module("torch.utils.tensorboard" if name == "tensorboard" else name)
     except ModuleNotFoundError as error:
         raise ImportError(f"--report-to {name} needs {error.name}: pip install {name}") from error
+    if name == "tensorboard":
+        with module.SummaryWriter(str(folder / name)) as writer:
+            yield writer
+        return
+    project = os.environ.get(f"{name.upper()}_PROJECT", "grpolab")
+    try:
+        yield module.init(project=project, name="-".join(folder.parts[-2:]))
+    finally:
+        module.finish()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -285,7 +285,8 @@ class TaskTraining(Training):
         rows = self.read_file(self.data) if self.data else arithmetic.generate(count, 0, seed=seed, task=self.task)[0]
         if self.held_out:
             _, further = arithmetic.generate(0, self.held_out + count, seed=seed + 1, task=self.task)
-            return rows, [problem for problem in further if problem not in set(rows)][: self.held_out]
+            known = set(rows)
+            return rows, [problem for problem in further if problem not in known][: self.held_out]
         held_out = self.read_file(self.held_out_data) if self.held_out_data else []
         if self.select_every and self.rewarded is tasks.right_number:
             tasks.check_answers(held_out, self.held_out_data)
@@ -335,6 +336,8 @@ class GRPO(TaskTraining):
     def check(self) -> None:
         super().check()
         self.rollouts.check(self.reward, self.lora_rank)
+        if self.config.exact and (self.rollouts.server_url or self.rollouts.atropos_url):
+            raise UsageError("--exact is of a sampler in this process: leave it out with --server-url and --atropos-url")
         if self.select_every and (self.held_out or self.held_out_data) and self.rollouts.kind in ("agent", "atropos_url"):
             raise UsageError("--select-every measures completions and episodes: agents and Atropos have --fixed-prompts alone")
 

@@ -40,6 +40,7 @@ from grpolab.tasks import gsm8k
 
 HOST, MEMORY = "127.0.0.1", Path("/dev/shm")
 OWN = "{python} -m grpolab.env.gsm8k serve"
+DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # of what runs here no proxy knows
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -127,7 +128,7 @@ def services_of(up: Up, training: GRPO) -> list[Service]:
     if options.weight_bridge in ("shared", "lora_only"):
         into = "--weights" if options.weight_bridge == "shared" else "--adapters"
         command = [python, "-m", "grpolab", "serve-policy", training.model, "--port", str(up.server_port), into,
-                   str(options.bridge_path)]
+                   str(options.bridge_path), "--dtype", training.dtype]
         services.append(Service("server", command, f"{server}/health"))
     folder, config = str(up.logs / "tokenizer"), training.config
     name = Path(training.model).name if Path(training.model).is_dir() else training.model
@@ -234,7 +235,7 @@ def await_answer(service: Service, running: Sequence[Service], patience: float) 
     until = time.monotonic() + patience
     while service.answers:
         refuse_dead(running)
-        with suppress(OSError), urllib.request.urlopen(service.answers, timeout=5):
+        with suppress(OSError), DIRECT.open(service.answers, timeout=5):
             return
         if time.monotonic() > until:
             raise TimeoutError(f"the {service.name} did not answer at {service.answers} in {patience:g} s:\n"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Mapping, Sequence
 from html import escape
@@ -140,8 +141,9 @@ class Dashboard:
         metric, latest = self.metrics[column], readable(values[-1]) if values else "–"
         if values and metric.strays(values[-1]):
             latest = f"<span style='color:{WARNING}'>{latest} ⚠</span>"
+        bars = sparkline([v for v in values if math.isfinite(v)])
         meaning = f"{metric.meaning}; usually {metric.range}" if metric.range else metric.meaning
-        cells = (escape(column), f"<b>{latest}</b>", sparkline(values), f"<small>{escape(meaning)}</small>")
+        cells = (escape(column), f"<b>{latest}</b>", bars, f"<small>{escape(meaning)}</small>")
         return "<tr>" + "".join(f"<td {CELL}>{cell}</td>" for cell in cells) + "</tr>"
 
 

@@ -121,7 +121,9 @@ def run_notebook(path: Path, parameters: dict, *, store: bool) -> tuple[bool, fl
     began = time.time()
     error = _execute(path, output, own)
     minutes = (time.time() - began) / 60
-    written = next((f for f in runs.rglob("results.json") if f.stat().st_mtime >= began), None)
+    # Some notebooks have no folder for each seed. One that runs beside this one with another model is none of ours.
+    places = (folder / "results.json" for folder in (output.parent, runs / str(values["model"]).replace("/", "--")))
+    written = next((f for f in places if f.is_file() and f.stat().st_mtime >= began), None)
     results = json.loads(written.read_text()) if written else {}
     verdict, note = "gate passed", f"\n    {error}" if error else ""
     if not results or results["passed"] and error:

@@ -93,11 +93,12 @@ def update_again(policy: Policy, reference: Policy | None, groups: list[Recorded
                  optimiser: torch.optim.Optimizer, step: int) -> dict:
     """The update of a step from its recorded groups; its row of metrics. ValueError where their log-probs are not those of
     the policy's weights."""
-    used = [g for g in groups if g.used]
+    most = max(len(g.group) for g in groups)
+    trained = [g.filled(most) for g in groups if g.used]
     try:
         with dropout_of(policy, config.seed, step):
-            return grpo_update(policy, reference, [g.trained for g in used], config, optimiser, step,
-                               torch.tensor([g.advantages for g in used]))
+            return grpo_update(policy, reference, [group for group, _ in trained], config, optimiser, step,
+                               torch.tensor([a for _, a in trained]))
     except RuntimeError as error:
         raise ValueError(f"the recorded rollouts of step {step} are not those of its weights: one of the two is another run's, "
                          f"or an edit gave the rollouts log-probs of its own ({error})") from error

@@ -234,6 +234,7 @@ def _load(source: str, dtype: torch.dtype | None):
             raise ValueError(f"{source} is not a readable checkpoint, save it again or restore it: {error}") from error
         raise ValueError(f"no model {source!r}: {error}\nNames: {known}; or a Hugging Face id or folder") from error
     tokenizer.chat_template = tokenizer.chat_template or CHAT_TEMPLATE
+    tokenizer.clean_up_tokenization_spaces = False  # it shows what the policy did not write: "x!= y" of "x != y"
     if model is not None:
         refuse_gaps(report, source)
     return model, tokenizer

@@ -129,6 +129,8 @@ def line_of(step: int, number: int, g: RecordedGroup, decode: Callable[[Sequence
         line["raw_logps"] = packed(r.raw_logps for r in rollouts)
     if any(r.kept_mass for r in rollouts):
         line["kept_mass"] = packed(r.kept_mass or (1.0,) * len(r.tokens) for r in rollouts)
+    if any(r.temperature is not None for r in rollouts):
+        line["temperature"] = [r.temperature for r in rollouts]
     if any(r.versions for r in rollouts):  # of weights that changed while they were drawn
         line["versions"] = [r.versions for r in rollouts]
     if not all(all(r.mask) for r in rollouts):
@@ -159,7 +161,8 @@ def recorded(line: dict) -> RecordedGroup:
         Rollout(tuple(prompts[i]), tuple(tokens), tuple(masks[i]), floats["logps"][i],
                 floats.get("raw_logps", floats["logps"])[i], line["finish_reason"][i], line["seed"][i],
                 line["policy_version"][i], line["reward"][i], kept_mass=floats["kept_mass"][i] if "kept_mass" in floats else (),
-                versions=tuple(line["versions"][i]) if "versions" in line else ())
+                versions=tuple(line["versions"][i]) if "versions" in line else (),
+                temperature=line["temperature"][i] if "temperature" in line else None)
         for i, tokens in enumerate(line["tokens"])
     )
     turns = tuple(tuple((action, observation) for action, observation in turns) for turns in line.get("turns", ()))

@@ -129,7 +129,7 @@ def agent_source(service: Service, agent: Agent, tasks: Tasks, config: GRPOConfi
         by_task = [runs[i : i + size] for i in range(0, len(runs), size)]
         groups = sorted(as_groups(step_tasks, by_task, config.advantage_kind), key=lambda group: not group.used)
         most = max(len(group.group) for group in groups)
-        trained = [padded(group, most) for group in groups if group.used]
+        trained = [group.filled(most) for group in groups if group.used]
         return StepGroups(
             [group for group, _ in trained], habits(runs),
             seen=[last_rollouts(members) for members in by_task if any(run.rollouts for run in members)],
@@ -162,13 +162,6 @@ def last_rollouts(runs: Sequence[AgentRun]) -> Group:
     return Group(tuple(run.rollouts[-1] if run.trained else Rollout(prompt, (), (), (), (), "lost") for run in runs))
 
 
-def padded(group: RecordedGroup, n: int) -> tuple[Group, list[float]]:
-    """What is trained on of a group and its advantages, `n` of each: empty rollouts without reward fill it up."""
-    more = n - len(group.group)
-    lost = Rollout(group.group[0].prompt, (), (), (), (), "lost")
-    return Group((*group.trained, *[lost] * more)), [*group.advantages, *[0.0] * more]
-
-
 def habits(runs: Sequence[AgentRun]) -> dict:
     """What a step's runs were like, for its row. Counts: `agent_errors`, `agent_timeouts`, `silent` (runs that never asked the
     policy), `unread` (answers that nobody waited for). Shares of the runs: `rewritten` (they left several rollouts),
@@ -198,11 +191,14 @@ async def agent_grpo(policy: Policy, reference: Policy | None, problems: Any, co
         raise ValueError("agents are run by one process, and several ranks were started: start one, or train from a record")
     if service is not None and service.policy is not policy:
         raise ValueError(f"the service is of another policy object ({service.name!r}) than the one that is trained")
+    if service is not None and config.exact and not service.sampler.exact:
+        raise ValueError("exact=True, and the service's sampler is not exact: open it with Sampler(policy, exact=True)")
     async with AsyncExitStack() as stack:
         if service is None:
             sampler = await stack.enter_async_context(await off_loop(lambda: Sampler(policy, exact=config.exact)))
             service = await stack.enter_async_context(serve_policy(sampler, seed=config.seed))
-        tasks, longest = Tasks(problems, config, run, success), min(max_total_tokens or policy.context, policy.context)
+        longest = policy.context if max_total_tokens is None else min(max_total_tokens, policy.context)
+        tasks = Tasks(problems, config, run, success)
         source = agent_source(service, agent, tasks, config, timeout=timeout, concurrent=concurrent, max_total_tokens=longest)
         steps = grpo_from(policy, reference, source, config, longest=longest, run=run, content=tasks.content)
         async with aclosing(steps) as rows:

@@ -173,6 +173,8 @@ def advantages_of(items: Sequence[dict], groups: Sequence[Group], config: GRPOCo
     if any(sent):
         a = a[:, :, None].repeat(1, 1, max(len(r.tokens) for g in groups for r in g))
     for b, (rows, zeros) in enumerate(zip(sent, zero)):
+        if rows and len(rows) != len(items[b]["tokens"]):
+            raise ValueError(f"an environment sent the advantages of {len(rows)} sequences for {len(items[b]['tokens'])}")
         for g, row in enumerate(rows or ()):
             n = len(groups[b][g].tokens)
             if len(row) != len(items[b]["tokens"][g]) or not all(map(math.isfinite, row)):
@@ -182,6 +184,12 @@ def advantages_of(items: Sequence[dict], groups: Sequence[Group], config: GRPOCo
         for g in (g for g, none in enumerate(zeros) if none):
             a[b, g] = 0.0
     return a
+
+
+def _mean(advantages: torch.Tensor, mask: Sequence[int]) -> float:
+    """The mean over the tokens that the policy chose; 0 where there are none."""
+    own = advantages[: len(mask)][torch.tensor(mask, dtype=torch.bool)]
+    return float(own.mean()) if len(own) else 0.0
 
 
 def atropos_source(trainer: AtroposTrainer, policy: Policy, config: GRPOConfig) -> Source:
@@ -208,7 +216,8 @@ def atropos_source(trainer: AtroposTrainer, policy: Policy, config: GRPOConfig) 
         versioned = [g for g, item in zip(groups, items) if "policy_version" in (item.get("generation_params") or {})]
         behind = policy.version - min(r.policy_version for g in versioned for r in g) if versioned else math.nan
         row = {"refused_groups": len(refused), "staleness": behind, "queued_groups": await trainer.queued()}
-        shown = a if a is None or a.dim() == 2 else a.mean(-1)
+        shown = a if a is None or a.dim() == 2 else torch.tensor(
+            [[_mean(row, r.mask) for row, r in zip(rows, g)] for rows, g in zip(a, filled)])
         return StepGroups(filled, row, advantages=a, engine="atropos", record=lambda: as_recorded(
             [(None, g) for g in filled], filled, config.advantage_kind, shown))
 

@@ -140,6 +140,9 @@ class CompletionResponse:
             raise Refused(400, "a session records what is sampled: ask for a prompt's log-probs outside of it", "echo")
         self.service.counts["requests"] += 1
         sequences, policy = [tuple(p.ids) for p in self.prompts], self.policy
+        vocab = len(policy.model.get_input_embeddings().weight)
+        if wrong := next((t for ids in sequences for t in ids if t >= vocab), None):
+            raise Refused(400, f"the prompt holds token id {wrong}, outside the vocabulary 0..{vocab - 1}", "prompt")
 
         def score() -> tuple[int, list[Scores]]:
             self._refuse_torn()
@@ -194,7 +197,7 @@ class CompletionResponse:
         Refused for a rollout that was ended from here, or is of half-written weights."""
         session, request = self.session, self.request
         self._refuse_torn()
-        if rollout.finish_reason == "cancelled" and session.closed:
+        if rollout.finish_reason == "cancelled" and session.closed and not self.service.stopping:
             raise Refused(410, f"the session {session.id!r} was collected while this was being sampled")
         if rollout.finish_reason == "cancelled":
             raise Refused(503, "the service is shutting down")

@@ -7,6 +7,8 @@ from urllib.parse import urlsplit
 
 import httpx2
 
+from grpolab.access import check_token
+
 
 class RemoteError(RuntimeError):
     """A server could not be reached, refused, or gave an answer that cannot be trained on. The text says which."""
@@ -21,13 +23,17 @@ class Caller:
     token; no call waits longer than `timeout` seconds for the next byte."""
 
     def __init__(self, url: str, *, token: str | None = None, timeout: float = 300.0):
-        parts = urlsplit(url)
-        if parts.scheme not in ("http", "https") or not parts.hostname:
+        try:
+            parts = urlsplit(url)
+            right = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0  # a port that is none raises
+        except ValueError:
+            right = False
+        if not right:
             raise ValueError(f"{url!r} is no address of a server: write http://host:port")
         if not timeout > 0:
             raise ValueError(f"timeout must be positive, got {timeout}")
         self.url, self.timeout = url.rstrip("/").removesuffix("/v1"), timeout
-        self._headers = {"Authorization": f"Bearer {token}"} if token else {}
+        self._headers = {"Authorization": f"Bearer {check_token(token)}"} if token else {}
         self._tls = httpx2.create_ssl_context() if parts.scheme == "https" else False  # 0.1 s, which plain HTTP need not pay
 
     async def ask(self, method: str, path: str, body: Any = None) -> dict:

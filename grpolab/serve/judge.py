@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from grpolab.files import append
 from grpolab.rollouts import Rollout
 from grpolab.serve.http_client import Caller
 from grpolab.tasks import prompt_of
@@ -94,8 +95,7 @@ class Judge:
                 reply = ""
             self._replies[key] = reply
             if self.cache:
-                with self.cache.open("a") as file:
-                    file.write(json.dumps({"key": key, "reply": reply}) + "\n")
+                append(self.cache, json.dumps({"key": key, "reply": reply}) + "\n")
         return self._replies[key]
 
     def _number(self, reply: str) -> float | None:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import fcntl
 import os
 import secrets
+import weakref
 from contextlib import suppress
 from hashlib import sha256
 from pathlib import Path
@@ -35,7 +36,8 @@ class SharedLock(FairLock):
     def __init__(self, path: Path, policy: Policy, state: torch.Tensor, writes: bool):
         super().__init__()
         self.policy, self.state, self.writes, self.torn = policy, state, writes, False
-        self._file, self._entrance = (os.open(p, os.O_RDWR | os.O_CREAT, 0o600) for p in (path, _entrance(path)))
+        self._file, self._entrance = files = tuple(os.open(p, os.O_RDWR | os.O_CREAT, 0o600) for p in (path, _entrance(path)))
+        self.close = weakref.finalize(self, lambda: [os.close(file) for file in files])  # by itself once nobody has it any more
 
     def __enter__(self) -> SharedLock:
         super().__enter__()
@@ -61,10 +63,6 @@ class SharedLock(FairLock):
         with suppress(FileNotFoundError):
             return os.path.samestat(os.fstat(self._file), os.stat(path))
         return False
-
-    def close(self) -> None:
-        os.close(self._file)
-        os.close(self._entrance)
 
 
 def _entrance(path: Path) -> Path:
@@ -106,6 +104,13 @@ def attach(path: Path, policy: Policy, mark: str) -> int:
         lock = SharedLock(path, policy, _mapped(path, policy, copied=False, writes=False), writes=False)
         lock.path, policy.lock = (path, mark), lock
     return int(state[VERSION])
+
+
+def detach(policy: Policy) -> None:
+    """Let a server's policy have weights of its own again, before others are put into them: a trainer's are its own."""
+    if isinstance(policy.lock, SharedLock):
+        in_own_memory(policy.model)
+        policy.lock = FairLock()
 
 
 class Mapped:

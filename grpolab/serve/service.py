@@ -36,7 +36,7 @@ from grpolab.models.load import Policy
 from grpolab.models.lora import exchange
 from grpolab.serve.completions import CompletionResponse
 from grpolab.serve.generate import GenerateRequest, GenerateResponse
-from grpolab.serve.mapped import attach
+from grpolab.serve.mapped import attach, detach
 from grpolab.serve.openai_schema import (
     ChatRequest,
     CompletionRequest,
@@ -143,6 +143,7 @@ async def load_weights(request: Request):
             service.policy.version = attach(Path(service.options.weights), service.policy, wanted.mark)
             service.mark = wanted.mark
             return service.policy.version
+        detach(service.policy)
         service.policy.version, service.mark = read_weights(Path(service.options.weights), service.policy.model, wanted.mark)
         return service.policy.version
 
@@ -173,7 +174,7 @@ async def load_adapter(request: Request):
 
 async def refuse(request: Request, refused: Refused):
     """The answer in OpenAI's error shape."""
-    request.app.state.service.counts["refused"] += 1
+    request.app.state.service.counts["failed" if refused.status == 500 else "refused"] += 1
     headers = {429: {"Retry-After": "1"}, 401: {"WWW-Authenticate": "Bearer"}}
     return JSONResponse(refused.body, refused.status, headers.get(refused.status))
 

@@ -66,6 +66,9 @@ class Session:
 
     def __init__(self, id: str, url: str, seed: int, temperature: float = 1.0, max_tokens: int | None = None,
                  limit: int | None = None, fixed: bool = False):
+        for name, value in (("temperature", temperature), ("max_tokens", max_tokens), ("limit", limit)):
+            if value is not None and not value > 0:
+                raise ValueError(f"{name}={value} of a session: it is more than 0, or left out")
         self.id, self.url, self.seed = id, url, seed
         self.temperature, self.max_tokens, self.limit, self.fixed = temperature, max_tokens, limit, fixed
         self.turns: list[Turn] = []

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 import secrets
 import shutil
 import socket
@@ -148,8 +149,10 @@ class AdapterSwap(_Folder):
         # load_inplace: under vLLM the name may be there from an earlier training.
         body = {"lora_name": name, "lora_path": str(path), "load_inplace": True, "policy_version": version}
         await caller.ask("POST", "/v1/load_lora_adapter", body)
-        names = [str(card.get("id")) for card in (await caller.ask("GET", "/v1/models")).get("data") or []]
-        for old in (n for n in names if n != name and n.startswith(f"{self.name}-v")):  # vLLM keeps them, ours does not
+        cards = (await caller.ask("GET", "/v1/models")).get("data") or []
+        names = [str(card.get("id")) for card in cards if card.get("parent", True)]  # that of the model itself is None
+        own = re.compile(re.escape(self.name) + r"-v\d+")
+        for old in (n for n in names if n != name and own.fullmatch(n)):  # vLLM keeps them, ours does not
             await caller.ask("POST", "/v1/unload_lora_adapter", {"lora_name": old})
         self._remove(but=path)
         return version, path.name, name
@@ -212,7 +215,7 @@ class Restart(_Folder):
     async def _start(self, caller: Caller, command: list[str], host: str, port: int) -> None:
         """Start a server; returns once it answers."""
         try:
-            socket.create_server((host, port)).close()
+            socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET).close()
         except OSError as error:
             raise RemoteError(f"no server can be started at {caller.url}: {error}. Stop the one that is there, or take another "
                               "port") from error
