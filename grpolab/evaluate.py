@@ -148,7 +148,8 @@ async def evaluate_checks(
     max_new_tokens: int = 32, seed: int = 0,
 ) -> Checked:
     """Ask each prompt, once greedily (`samples=0`) or `samples` times at `temperature`; apply its `check(text, rollout)`."""
-    ids = [prompt if isinstance(prompt[0], int) else prompt_ids(policy.tokenizer, prompt) for prompt, _ in cases]
+    ids = [prompt if not isinstance(prompt, str) and all(isinstance(i, int) for i in prompt)
+           else prompt_ids(policy.tokenizer, prompt) for prompt, _ in cases]
     params = SamplingParams(greedy=samples == 0, temperature=temperature, max_new_tokens=max_new_tokens, seed=seed)
     texts, groups = await _sample(policy, ids, samples or 1, params)
     passed = tuple(tuple(bool(check(t, r)) for t, r in zip(of, group)) for (_, check), of, group in zip(cases, texts, groups))
@@ -223,6 +224,8 @@ def summary(**evaluations: Evaluation) -> pd.DataFrame:
 
 def side_by_side(before: Evaluation, after: Evaluation, n: int = 6) -> pd.DataFrame:
     """The first `n` questions: for each policy the checker's ✓ or ✗, and in a column apart what it answered."""
+    if before.problems != after.problems:
+        raise ValueError("the two evaluations are of different questions: evaluate both policies on the same ones")
     table = {"question": [p.question for p in before.problems[:n]]}
     for name, e in (("before", before), ("after", after)):
         table |= {f"{name}: right": ["✗✓"[ok] for (ok, *_) in e.passed[:n]],
@@ -248,11 +251,12 @@ async def evaluate_fixed(
 ) -> dict[str, Checked]:
     """Answer the prompts of a suite, or rows like them, greedily. By the name of each check (stop token, no repetition, code,
     refusal, ...; `chat_rules.checks`): what became of the prompts that it applies to."""
-    longest = max_new_tokens or (SUITES[prompts][1] if isinstance(prompts, str) and prompts in SUITES else 64)
+    if max_new_tokens is None:
+        max_new_tokens = SUITES[prompts][1] if isinstance(prompts, str) and prompts in SUITES else 64
     prompts = fixed_prompts(prompts) if isinstance(prompts, str) else prompts
     rules = [checks(row) for row in prompts]
     ids = [prompt_ids(policy.tokenizer, row["prompt"]) for row in prompts]
-    texts, groups = await _sample(policy, ids, 1, SamplingParams(greedy=True, max_new_tokens=longest))
+    texts, groups = await _sample(policy, ids, 1, SamplingParams(greedy=True, max_new_tokens=max_new_tokens))
     cases = defaultdict(list)
     for row, of, written, group in zip(prompts, rules, texts, groups):
         for name, check in of.items():
@@ -269,5 +273,7 @@ async def fixed_rates(policy: Policy, suite: str = "arithmetic") -> dict[str, fl
 def suite_table(**suites: dict[str, Checked]) -> pd.DataFrame:
     """A row a check and a column a policy, of what `evaluate_fixed` gave: `suite_table(before=..., after=...)`."""
     columns = {"prompts": {check: len(checked.prompts) for suite in suites.values() for check, checked in suite.items()}}
+    if any(len(c.prompts) != columns["prompts"][check] for suite in suites.values() for check, c in suite.items()):
+        raise ValueError("the evaluations are of different prompts: answer the same ones with each policy")
     columns |= {name: {check: str(checked.rate) for check, checked in suite.items()} for name, suite in suites.items()}
     return pd.DataFrame(columns)

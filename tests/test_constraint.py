@@ -183,6 +183,13 @@ async def test_a_hostile_schema_costs_its_own_request_alone(caller, schema, why)
         assert again.choices[0].token_ids == good.choices[0].token_ids and service.rows == 0
 
 
+async def test_a_grammar_of_another_vocabulary_is_refused(tiny, of_bytes):
+    constraint = Grammars(of_bytes).compile(rule({"type": "string"}))
+    async with Sampler(tiny) as sampler:
+        with pytest.raises(ValueError, match=f"{constraint.vocab} tokens and the policy has"):
+            await sampler.sample([[5]], params=SamplingParams(constraint=constraint))
+
+
 async def test_a_grammar_that_fails_midway_fails_its_own_request(tiny, grammars, monkeypatch):
     constraint, honest = grammars.compile(rule({"type": "string"})), Constraint.start
 

@@ -167,6 +167,9 @@ def test_any_prompts_with_checks_of_ones_own(tiny, says, monkeypatch):
     assert run_sync(evaluate_checks(tiny, [("Hi", through_template)], max_new_tokens=3)).rate.value == 1
     with pytest.raises(ValueError, match="no questions"):
         run_sync(evaluate_checks(tiny, []))
+    with pytest.raises(ValueError, match="prompt 0 is empty"):
+        run_sync(evaluate_checks(tiny, [((), cases[0][1])]))
+    assert run_sync(evaluate_checks(tiny, [("", lambda text, rollout: True)], max_new_tokens=2)).rate.value == 1
 
 
 # --- the fixed prompts ------------------------------------------------------------------------------------------------
@@ -226,6 +229,8 @@ def test_the_suite_judges_each_prompt_by_its_checks(tiny, says):
     table = suite_table(before=cut, after=good)
     assert table.loc["stop token", "before"].startswith("0.0%") and table.loc["stop token", "after"].startswith("100.0%")
     assert list(table["prompts"]) == [3, 3, 2, 2]
+    with pytest.raises(ValueError, match="different prompts"):
+        suite_table(before=run_sync(evaluate_fixed(tiny, prompts[:1])), after=good)
 
 
 def test_answers_stand_side_by_side_with_the_verdict_in_a_column_apart():
@@ -236,6 +241,8 @@ def test_answers_stand_side_by_side_with_the_verdict_in_a_column_apart():
     assert list(table.index) == ["What is 1 + 2?", "What is 3 + 4?"]
     assert table["before: right"].tolist() == ["✗", "✓"] and table["before"].tolist() == ["3", "\\boxed{7}"]
     assert table["after: right"].tolist() == ["✓", "✗"] and len(side_by_side(before, after, n=1)) == 1
+    with pytest.raises(ValueError, match="different questions"):
+        side_by_side(before, answered(problems[::-1], (("3",), ("7",)), greedy=True))
 
 
 @pytest.mark.parametrize("seen", [True, False])

@@ -4,6 +4,7 @@ import json
 import subprocess
 import sys
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -16,7 +17,7 @@ from grpolab.decode.audit import audit  # noqa: E402
 from grpolab.decode.sampler import Sampler  # noqa: E402
 from grpolab.decode.sampling import SamplingParams  # noqa: E402
 from grpolab.models import lora  # noqa: E402
-from grpolab.models.load import load_policy  # noqa: E402
+from grpolab.models.load import load_policy, load_tokenizer  # noqa: E402
 from grpolab.models.lora import LoRA  # noqa: E402
 from grpolab.runs.run import Run  # noqa: E402
 from grpolab.train import GRPOConfig, SFTConfig, demonstrations, grpo, sft  # noqa: E402
@@ -175,10 +176,52 @@ def test_grpo_with_dropout_compares_the_forwards_without_it():
     (lambda: load_policy("tiny", adapter=LoRA(target=("query", "q_proj"))), r"no projections \['query'\].*q_proj"),
     (lambda: load_policy("tiny", adapter=LoRA(rank=129)), r"rank 129 is more than the projection 'q_proj' of shape"),
     (lambda: load_policy("tiny").without_adapter(), "no adapter to switch off"),
+    (lambda: load_policy("tiny", adapter=LoRA(target=("lm_head",))), r"no projections \['lm_head'\]"),
+    (lambda: Sampler(adapted().without_adapter()), "would be sampled with its adapter"),
 ])
 def test_what_does_not_fit_is_refused(make, says):
     with pytest.raises(ValueError, match=says):
         make()
+
+
+def test_an_adapter_does_not_take_the_place_of_its_model(tmp_path):
+    folder = str(load_policy("tiny").save(tmp_path / "base"))
+    policy = load_policy(folder, adapter=ADAPTER)
+    with pytest.raises(ValueError, match="holds the model of this adapter"):
+        policy.save(folder)
+    policy.tokenizer.chat_template = policy.tokenizer.chat_template.replace("User", "Human")
+    saved = str(policy.save(tmp_path / "adapter"))
+    for tokenizer in (load_policy(saved).tokenizer, load_tokenizer(saved)):  # and not its model's
+        assert tokenizer.chat_template == policy.tokenizer.chat_template
+    Path(folder).rename(tmp_path / "moved")
+    with pytest.raises(ValueError, match="the model of the adapter .*adapter, base_model_name_or_path"):
+        load_policy(saved)
+
+
+@pytest.mark.parametrize("more", [dict(use_dora=True), dict(lora_bias=True), dict(modules_to_save=["embed_tokens"]), "IA3"])
+def test_what_is_more_than_lora_is_refused_and_changes_nothing(tmp_path, more):
+    base = load_policy("tiny").model
+    config = (peft.IA3Config(target_modules=["k_proj", "down_proj"], feedforward_modules=["down_proj"]) if more == "IA3" else
+              peft.LoraConfig(r=2, target_modules=["q_proj"], **more))
+    config.base_model_name_or_path = "tiny"
+    peft.get_peft_model(base, config).save_pretrained(str(tmp_path))
+    policy = adapted(moved=True)
+    ids = torch.tensor([[5, 6, 7]])
+    before = policy.model(ids).logits
+    for put in (lambda: lora.exchange(policy.model, tmp_path), lambda: load_policy(str(tmp_path))):
+        with pytest.raises(ValueError, match="more than LoRA|no readable adapter"):
+            put()
+    assert torch.equal(policy.model(ids).logits, before)
+
+
+def test_a_scale_that_peft_changes_is_sampled_with():
+    policy = adapted(moved=True)
+    with Sampler(policy) as sampler:
+        for factor in (1, 4):
+            for layer in lora.layers(policy.model):
+                layer.scaling["default"] *= factor
+            found = audit(policy, sampler.sample_sync([[5, 6, 7]], params=SamplingParams(seed=0, max_new_tokens=8))[0])
+            assert found.raw_max_error < 1e-4, factor
 
 
 def test_what_is_no_adapter_is_refused():

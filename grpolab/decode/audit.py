@@ -78,7 +78,8 @@ def recompute(policy, prompt, new_tokens: int) -> tuple[int, ...]:
     """Greedy tokens the slow way: the whole prefix anew for every token, up to and including an end token."""
     ids = list(prompt)
     while len(ids) < len(prompt) + new_tokens and not (len(ids) > len(prompt) and ids[-1] in policy.eos_ids):
-        logits = policy.model(torch.tensor([ids], device=policy.device), use_cache=False).logits
+        with evaluating(policy.model):
+            logits = policy.model(torch.tensor([ids], device=policy.device), use_cache=False).logits
         ids.append(int(logits[0, -1].argmax()))
     return tuple(ids[len(prompt):])
 

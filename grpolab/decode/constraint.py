@@ -49,10 +49,10 @@ class Constraint:
     mask (V,) bool. It raises ValueError where a limit is reached."""
 
     def __init__(self, matcher, vocab: int):
-        self._matcher, self._vocab = matcher, vocab
+        self._matcher, self.vocab = matcher, vocab
 
     def start(self) -> Callable[[int | None], np.ndarray]:
-        matcher, vocab = self._matcher.deep_copy(), self._vocab
+        matcher, vocab = self._matcher.deep_copy(), self.vocab
 
         def allowed(newest: int | None) -> np.ndarray:
             if newest is not None:

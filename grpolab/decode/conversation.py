@@ -70,7 +70,7 @@ class Conversation:
 
     def _append(self, request: Request) -> Rollout:
         turn = request.rollouts[0][0]
-        self._rollout = turn if self._rollout is None else replace(joined(self._rollout, turn), seed=self.seed)
+        self._rollout = turn if self._rollout is None else joined(self._rollout, turn)
         self.turns.append(turn)
         self._ids = turn.prompt + turn.tokens
         if self._prefix is not None:  # it may have been closed meanwhile

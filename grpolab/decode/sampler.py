@@ -13,6 +13,7 @@ import threading
 import weakref
 from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 import torch
@@ -83,6 +84,9 @@ class Sampler:
             raise ValueError(f"threads must be at least 1 or None, got {threads!r}")
         if not (isinstance(lookup, int) and 0 <= lookup <= MOST):
             raise ValueError(f"lookup must be from 0 (off) to {MOST} tokens, got {lookup!r}")
+        if policy.bare:
+            raise ValueError(f"{policy.name!r} would be sampled with its adapter, which only forward passes of a reference "
+                             "switch off: load the model without it as a policy of its own")
         if lookup and exact:
             raise ValueError(f"lookup={lookup} needs the compiled engine, which exact=True does without; leave one of them out")
         self.policy, self.exact, self.lookup, self.stats = policy, exact, lookup, Stats()
@@ -109,7 +113,7 @@ class Sampler:
 
     @property
     def busy(self) -> bool:
-        """Whether rollouts are being decoded or wait for it; false until the engine is chosen."""
+        """Whether rollouts are being decoded or wait for it, as far as the worker has looked."""
         return bool(self._inbox) or self._choice.done() and self._scheduler.busy
 
     @property
@@ -131,14 +135,23 @@ class Sampler:
     def sample_sync(self, prompts: Sequence[Sequence[int]], *, group_size: int = 1,
                     params: SamplingParams | None = None) -> list[Group]:
         """`sample` for scripts; it also works inside a running loop, which it blocks."""
-        return self.submit(prompts, group_size=group_size, params=params).result()
+        request = self.submit(prompts, group_size=group_size, params=params)
+        try:
+            return request.result()
+        except BaseException:  # an interrupt: nobody waits for it any more
+            request.cancel()
+            raise
 
     async def stream(self, prompts: Sequence[Sequence[int]], *, group_size: int = 1, params: SamplingParams | None = None,
                      seeds: Sequence[Sequence[int]] | None = None) -> AsyncIterator[tuple[int, int, Rollout]]:
         """(prompt index, sample index, rollout) as rows finish; leaving the iteration cancels the rest. `seeds` as in
         `submit`."""
         loop, queue = asyncio.get_running_loop(), asyncio.Queue()
-        put = lambda item: loop.call_soon_threadsafe(queue.put_nowait, item)  # noqa: E731
+
+        def put(item) -> None:
+            with suppress(RuntimeError):  # the loop has ended, and with it who listens
+                loop.call_soon_threadsafe(queue.put_nowait, item)
+
         request = self.submit(prompts, group_size=group_size, params=params, seeds=seeds, on_rollout=lambda *item: put(item))
         request.future.add_done_callback(lambda _: put(None))
         try:
@@ -182,6 +195,9 @@ class Sampler:
         ids = [checked_prompt(prompt, i, vocab, self.context) for i, prompt in enumerate(prompts)]
         if bad := [i for i in params.stop_ids if not 0 <= i < vocab]:
             raise ValueError(f"stop_ids {bad} are outside the vocabulary 0..{vocab - 1}; give token ids")
+        if params.constraint is not None and params.constraint.vocab != vocab:
+            raise ValueError(f"the constraint is over {params.constraint.vocab} tokens and the policy has {vocab}: compile it "
+                             "with Grammars of this policy")
         if params.stop_strings and self.policy.tokenizer is None:
             raise ValueError("stop_strings need a policy with a tokenizer; use stop_ids")
         eos = frozenset(() if params.ignore_eos else self.policy.eos_ids)
@@ -230,7 +246,11 @@ class Sampler:
 
     async def __aenter__(self) -> Sampler:
         self._start()
-        await asyncio.wrap_future(self._choice)
+        try:
+            await asyncio.wrap_future(self._choice)
+        except BaseException:  # no __aexit__ will follow
+            self.close()
+            raise
         return self
 
     async def __aexit__(self, *_) -> None:
@@ -269,16 +289,17 @@ class Sampler:
         return choose(self.policy, self._engine, self._slots == 1)
 
     def _work(self) -> None:
-        set_own_threads(self.threads)  # a new thread would otherwise start with OpenMP's default
-        if self.policy.device.type == "cuda":
-            torch.cuda.set_device(self.policy.device)  # a new thread starts with the first GPU
-        if not self._choice.done():
-            try:
+        try:
+            set_own_threads(self.threads)  # a new thread would otherwise start with OpenMP's default
+            if self.policy.device.type == "cuda":
+                torch.cuda.set_device(self.policy.device)  # a new thread starts with the first GPU
+            if not self._choice.done():
                 with self.policy.lock:
                     self._choice.set_result(Scheduler(self.policy, self._choose, self._slots, self.stats, self.lookup))
-            except BaseException as error:  # every caller gets it
+        except BaseException as error:  # every caller gets it
+            if not self._choice.done():
                 self._choice.set_exception(error)
-                return self._end(error)
+            return self._end(error)
         scheduler = self._choice.result()
         while True:
             with self._wake:

@@ -365,7 +365,7 @@ class Scheduler:
                     request.seeds[owner.index][owner.sample], owner.version,
                     kept_mass=mass if request.params.truncates else (),
                     versions=versions if set(versions) - {owner.version} else ())))
-            self.store.release(i, broken)
+            self.store.release(i, broken or self.block > 1)  # a block computes on past the end
         moves = rows.compact(order)
         if moves:
             self.store.move(*zip(*moves), int(rows.position[: rows.n].max()))

@@ -45,7 +45,8 @@ class Structure:
         return hooks, replaced, attention_of(self), [p.dtype for p in parameters], [p.device for p in parameters]
 
     def _constants(self) -> list:
-        return [(name, x) for space in self.spaces for name, x in space.items() if type(x) in PLAIN and name != "training"]
+        found = [(name, x) for space in self.spaces for name, x in space.items() if type(x) in PLAIN and name != "training"]
+        return found + [dict(s["scaling"]) for s in self.spaces if isinstance(s.get("scaling"), dict)]  # of peft's LoRA
 
 
 def verified_of(policy) -> dict:
@@ -95,7 +96,7 @@ def update(engine, policy, deep: bool) -> None:
 
 @torch.no_grad()
 def checksum(model) -> list[int]:
-    """A number for each parameter and buffer: the sum of its bits as integers, a row of them times the row's number.
+    """A number for each parameter and buffer: the sum of its bits as integers, a row of them times an odd number of its own.
 
     It changes with every change of a single entry and of the order of rows; not with the order inside a row.
     """
@@ -106,5 +107,7 @@ def checksum(model) -> list[int]:
 def _bits(tensor: Tensor) -> Tensor:
     rows = tensor.contiguous().reshape(tensor.shape[0] if tensor.ndim > 1 else 1, -1)
     wide = rows.shape[1] * rows.element_size() % 8 == 0 and rows.data_ptr() % 8 == 0
-    sums = rows.view(torch.int64 if wide else torch.uint8).sum(1, dtype=torch.int64)
-    return (sums * torch.arange(1, len(sums) + 1, device=sums.device)).sum()
+    lanes = rows.view(torch.int64 if wide else torch.uint8)
+    # The upper half is folded into the lower: a sum modulo 2^64 forgets every second flip of the uppermost bit, a sign.
+    sums = torch.cat([(x ^ (x >> 32) if wide else x).sum(1, dtype=torch.int64) for x in lanes.split(256)])
+    return (sums * torch.arange(1, 2 * len(sums), 2, device=sums.device)).sum()

@@ -92,8 +92,11 @@ class Policy:
     def save(self, folder: str | Path) -> Path:
         """Model (safetensors; with an adapter that alone, in peft's form), tokenizer and provenance.json in one folder that
         `load_policy` reads; replaced as a whole or not at all."""
+        adapted = bool(lora.layers(self.model))
+        if adapted and (Path(folder) / "config.json").is_file() and lora.is_base(self.model, Path(folder)):
+            raise ValueError(f"{folder} holds the model of this adapter, which would be lost: save it elsewhere")
         with self.lock, atomic_folder(folder) as partial:  # never in the middle of a step
-            lora.save(self.model, partial) if lora.layers(self.model) else self.model.save_pretrained(partial)
+            lora.save(self.model, partial) if adapted else self.model.save_pretrained(partial)
             self.tokenizer.save_pretrained(partial)
             if self.provenance:
                 (partial / PROVENANCE).write_text(json.dumps(self.provenance, indent=1) + "\n")
@@ -152,14 +155,17 @@ def load_policy(
     Raises ValueError for a name that is none of these, for a model that has no end token, and for a checkpoint that is
     broken or lacks a tensor of the model or holds another: nothing is filled in and nothing is left out.
     """
-    target, dtype = choose_device(device, dtype)
+    name, (target, dtype) = str(name), choose_device(device, dtype)
     source, saved = _source(name)
     folder = Path(source).expanduser()
     if saved and adapter:
         raise ValueError(f"{source} is an adapter already, and a model takes one: load it without adapter=, or merge it first")
     if saved:
-        whole = load_policy(lora.base_of(folder), device=device, dtype=dtype)
-        model, tokenizer = whole.model, whole.tokenizer
+        try:
+            whole = load_policy(lora.base_of(folder), device=device, dtype=dtype)
+        except ValueError as error:
+            raise ValueError(f"the model of the adapter {source}, base_model_name_or_path in {lora.CONFIG}: {error}") from error
+        model, tokenizer = whole.model, load_tokenizer(name)
         lora.exchange(model, folder)
     else:
         model, tokenizer = _load(source, dtype)
@@ -174,7 +180,17 @@ def load_policy(
 def load_tokenizer(name: str):
     """The tokenizer of the policy that `load_policy` loads, without its weights."""
     source, saved = _source(name)
-    return load_tokenizer(lora.base_of(Path(source).expanduser())) if saved else _load(source, None)[1]
+    folder = Path(source).expanduser()
+    if saved and not (folder / "tokenizer_config.json").is_file():  # peft writes none
+        return load_tokenizer(lora.base_of(folder))
+    return _with_template(read_checkpoint("", folder, None)[2]) if saved else _load(source, None)[1]
+
+
+def _with_template(tokenizer):
+    """The tokenizer with a chat template, and showing nothing that the policy did not write ("x!= y" of "x != y")."""
+    tokenizer.chat_template = tokenizer.chat_template or CHAT_TEMPLATE
+    tokenizer.clean_up_tokenization_spaces = False
+    return tokenizer
 
 
 def _source(name: str) -> tuple[str, bool]:
@@ -233,11 +249,9 @@ def _load(source: str, dtype: torch.dtype | None):
         if looks_local:
             raise ValueError(f"{source} is not a readable checkpoint, save it again or restore it: {error}") from error
         raise ValueError(f"no model {source!r}: {error}\nNames: {known}; or a Hugging Face id or folder") from error
-    tokenizer.chat_template = tokenizer.chat_template or CHAT_TEMPLATE
-    tokenizer.clean_up_tokenization_spaces = False  # it shows what the policy did not write: "x!= y" of "x != y"
     if model is not None:
         refuse_gaps(report, source)
-    return model, tokenizer
+    return model, _with_template(tokenizer)
 
 
 def read_checkpoint(kind: str, source: str | Path, dtype: torch.dtype | None):

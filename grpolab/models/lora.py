@@ -59,7 +59,8 @@ def inject(model: nn.Module, adapter: LoRA, base: str) -> None:
     if not isinstance(adapter, LoRA):
         raise TypeError(f"an adapter is a LoRA(rank=..., alpha=..., target=...), got {adapter!r:.80}")
     peft = _peft()
-    linear = {name.rpartition(".")[2]: m for name, m in model.named_modules() if isinstance(m, nn.Linear)}
+    head = model.get_output_embeddings()  # often the embedding too, and what losses read as a plain weight
+    linear = {name.rpartition(".")[2]: m for name, m in model.named_modules() if isinstance(m, nn.Linear) and m is not head}
     if missing := sorted(set(adapter.target) - set(linear)):
         raise ValueError(f"the model has no projections {missing} to adapt; it has {sorted(linear)}")
     if small := [name for name in adapter.target if adapter.rank > min(linear[name].weight.shape)]:
@@ -76,7 +77,8 @@ def inject(model: nn.Module, adapter: LoRA, base: str) -> None:
 def _put(peft, config, model: nn.Module) -> None:
     dtype = next(model.parameters()).dtype
     model.requires_grad_(False)
-    peft.inject_adapter_in_model(config, model)
+    with torch.random.fork_rng():  # of A, which is drawn and then written over where a saved adapter comes
+        peft.inject_adapter_in_model(config, model)
     for layer in layers(model):
         for name, p in layer.named_parameters():
             if "lora_" in name:  # in the model's dtype, as one forward needs them
@@ -151,6 +153,11 @@ def save(model: nn.Module, folder: Path) -> None:
     model.peft_config["default"].save_pretrained(str(folder))
 
 
+def is_base(model: nn.Module, folder: Path) -> bool:
+    """Whether the folder is the one that the adapter's model was loaded from."""
+    return Path(model.peft_config["default"].base_model_name_or_path or "").expanduser().resolve() == folder.resolve()
+
+
 def base_of(folder: Path) -> str:
     """The name of the model that a saved adapter stands beside; ValueError where it is not said."""
     try:
@@ -192,6 +199,10 @@ def _read(folder: Path):
         raise
     except Exception as error:  # peft and safetensors raise types of their own
         raise ValueError(f"{folder} holds no readable adapter: {error}") from error
+    more = [name for name in ("use_dora", "lora_bias", "modules_to_save") if getattr(config, name, None)]
+    if more or not isinstance(config, _peft().LoraConfig):
+        raise ValueError(f"{folder} is more than LoRA beside projections ({', '.join(more) or config.peft_type}): merge it "
+                         "with peft (merge_and_unload) and load the merged model")
     config.inference_mode = False
     return config, saved
 

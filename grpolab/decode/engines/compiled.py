@@ -26,6 +26,7 @@ from grpolab.decode.cache import Pages, SlotCache, round_up
 from grpolab.decode.engines.attention import EXACT
 from grpolab.decode.engines.llama import LlamaEngine
 from grpolab.models.load import attention_of
+from grpolab.models.smollm2 import cache_folder
 
 log = logging.getLogger(__name__)
 
@@ -45,7 +46,7 @@ def library() -> ctypes.CDLL | None:
     try:
         processor = [s for s in Path("/proc/cpuinfo").read_text().splitlines() if s.startswith(("flags", "Features"))][:1]
         made_of = SOURCE.read_text(), FLAGS, os.path.realpath(compiler), os.stat(compiler).st_mtime, processor
-        folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "grpolab"
+        folder = cache_folder()
         target = folder / f"step-{hashlib.sha256(repr(made_of).encode()).hexdigest()[:16]}.so"
         if not target.exists():
             folder.mkdir(parents=True, exist_ok=True, mode=0o700)
