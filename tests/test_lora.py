@@ -23,6 +23,7 @@ from grpolab.runs.run import Run  # noqa: E402
 from grpolab.train import GRPOConfig, SFTConfig, demonstrations, grpo, sft  # noqa: E402
 from grpolab.train.forward import readable  # noqa: E402
 from grpolab.train.reward_model import RewardModel  # noqa: E402
+from grpolab.train.sft import sft_value  # noqa: E402
 
 PROBLEMS = [Problem(a, "+", 7) for a in range(12)]
 ADAPTER = LoRA(rank=4, alpha=8.0, target=("q_proj", "v_proj", "down_proj"), seed=3)
@@ -212,6 +213,14 @@ def test_what_is_more_than_lora_is_refused_and_changes_nothing(tmp_path, more):
         with pytest.raises(ValueError, match="more than LoRA|no readable adapter"):
             put()
     assert torch.equal(policy.model(ids).logits, before)
+
+
+def test_a_value_without_the_adapter_is_its_models():
+    policy = adapted(moved=True)
+    rows = demonstrations(policy, PROBLEMS)
+    bare = policy.without_adapter()
+    assert sft_value(bare, rows, CONFIG) == pytest.approx(sft_value(load_policy("tiny"), rows, CONFIG), abs=1e-6)
+    assert abs(sft_value(bare, rows, CONFIG) - sft_value(policy, rows, CONFIG)) > 5e-3 and bare.lock is policy.lock
 
 
 def test_a_scale_that_peft_changes_is_sampled_with():

@@ -420,6 +420,9 @@ def test_kl_penalty_is_aggregated_like_the_policy_loss():
     exactly(value("constant"), x.sum() / 3)
     exactly(value("sequence"), (x.sum(1) / mask.sum(1)).sum() / 3)
     exactly(losses.aggregate(x, mask, denominator=3, aggregation="sequence"), value("sequence"))
+    for aggregation in ("token", "constant", "sequence"):  # the metric is of the tokens
+        found = losses.kl_penalty(logps, ref, mask, denominator=300, aggregation=aggregation, tokens=mask.sum())[1]["kl"]
+        exactly(found, x.sum() / mask.sum())
 
 
 # --- bad input --------------------------------------------------------------------------------------------------------

@@ -9,6 +9,7 @@ import random
 import warnings
 from dataclasses import dataclass, replace
 
+import numpy as np
 import pytest
 import torch
 from loop_helpers import fresh, rows_of
@@ -431,6 +432,19 @@ def test_rows_say_what_the_episodes_were_like(learner):
     assert episode.question == "Slot True.\nWhat is 0 + 0?"
     row, = run(train(learner, CalculatorEnv, action_format=action_format))
     assert row["steps_heard"] == row["turns"] > 0 and row["tool_rate"] == row["calls"] == 0
+    for name in ("reward", "step", "invalid"):
+        with pytest.raises(ValueError, match=f"'{name}'.* a measure"):
+            run(train(learner, CalculatorEnv, action_format=replace(TEXT, measure=lambda results, name=name: {name: 42.0})))
+
+
+def test_the_rate_of_sampling_counts_the_policys_own_tokens(learner, tmp_path):
+    """Of long observations and of episodes that abstain, too; and a number of numpy stops no checkpoint."""
+    action_format = replace(TEXT, to_text=lambda seen: seen["text"] + "!" * 40,
+                            measure=lambda results: {"mean": np.float32(1.5)})
+    record = Run("rate", root=tmp_path)
+    (row,) = run(train(learner, CalculatorEnv, action_format=action_format, run=record, config=replace(CONFIG, save_every=1)))
+    own = sum(sum(mask) for mask in record.rollouts(0)["mask"])
+    assert row["sampled_tokens_per_s"] * row["sampling_s"] == pytest.approx(own) and row["mean"] == 1.5
 
 
 @pytest.mark.parametrize("options, holds", [

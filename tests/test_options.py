@@ -479,7 +479,8 @@ WRONG = {
                  {"kl_coef": math.inf}, {"temperature": math.inf}, {"max_new_tokens": 0},
                  {"ratio": "tokens"}, {"dual_clip": 3.0, "objective": "cispo"}, {"dual_clip": 0.5}, {"group_size": 0},
                  {"group_size": 1}, {"minibatches": 65}, {"refills": -1}, {"sampler_cap": 0.5}, {"max_logp_diff": (0.0, 1.0)},
-                 {"max_logp_diff": (0.1, math.nan)}],
+                 {"max_logp_diff": (0.1, math.nan)}, {"max_logp_diff": 0.1}, {"max_logp_diff": (0.1,)}, {"steps": 1e3},
+                 {"prompts_per_step": 2.0}, {"seed": 0.5}, {"steps": "10"}],
 }
 
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from grpolab.models.load import load_policy
-from grpolab.train import GRPOConfig, SFTConfig
+from grpolab.train import AsyncGRPOConfig, DistilConfig, GRPOConfig, SFTConfig
 from grpolab.train.plan import STATE, Plan, plan
 
 CONFIG = GRPOConfig(steps=10, prompts_per_step=2, group_size=4, max_new_tokens=8, kl_coef=0.1)
@@ -54,6 +54,14 @@ def test_activations_scale_with_the_pass_as_the_whole_pass_has_them(tiny, config
     assert probed == pytest.approx(8 * activations(256), rel=0.01)
     monkeypatch.setattr("grpolab.train.plan.PROBE_TOKENS", 2048)  # the whole pass is run and nothing is scaled
     assert probed == pytest.approx(activations(2048), rel=0.1)
+
+
+def test_the_copy_of_an_asynchronous_sampler_counts_and_what_has_no_plan_is_refused(tiny):
+    config = AsyncGRPOConfig(steps=2, prompts_per_step=2, group_size=4, max_new_tokens=8)
+    memory = plan(tiny, config, prompt_tokens=8).memory
+    assert memory["sampler's copy"] == memory["parameters"]
+    with pytest.raises(ValueError, match="no plan of a DistilConfig"):
+        plan(tiny, DistilConfig(steps=2), prompt_tokens=8)
 
 
 @pytest.mark.parametrize("lengths", [{"prompt_tokens": 0}, {"completion_tokens": 0}, {"prompt_tokens": 10_000}])

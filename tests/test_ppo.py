@@ -1,6 +1,7 @@
 """The critic: its advantages against a direct sum, PPO against GRPO where both must be equal, and what a critic learns."""
 
 import dataclasses
+import math
 
 import pytest
 import torch
@@ -10,7 +11,8 @@ from grpolab import load_policy
 from grpolab.arithmetic import Task, generate
 from grpolab.rollouts import Group, Rollout
 from grpolab.runs.run import Run
-from grpolab.train import Critic, CriticConfig, GRPOConfig, RewardModel, SFTConfig, demonstrations, grpo, sft
+from grpolab.runs.selection import Selection
+from grpolab.train import Critic, CriticConfig, GRPOConfig, RewardModel, Several, SFTConfig, demonstrations, grpo, sft
 from grpolab.train.loop import make_optimiser
 from grpolab.train.ppo import gae
 
@@ -128,3 +130,24 @@ def test_what_a_critic_cannot_do_is_refused(start, tmp_path):
     for options in ({"lam": 1.1}, {"gamma": 0.0}, {"lr": 0.0}, {"epochs": 0}):
         with pytest.raises(ValueError, match="lam lies in"):
             CriticConfig(**options)
+    gated = Several({"a": (lambda *_: 1.0, 1.0)})
+    with pytest.raises(ValueError, match="gated"):
+        rows_of(grpo(policy, None, KNOWN, CONFIG, critic=critic, reward=gated))
+
+
+def test_the_best_policy_beside_a_critic_is_the_policy_alone(start, tmp_path):
+    """And a step without a group to train on is a row as any other."""
+    policy, seen = load_policy(start), []
+    critic = Critic(RewardModel.from_policy(policy))
+
+    def measure(policy):
+        seen.append(flat(policy))
+        return float(len(seen))
+
+    run = Run("best", root=tmp_path, select=Selection(measure, every=1))
+    config = dataclasses.replace(CONFIG, steps=2)
+    rows_of(grpo(policy, None, KNOWN, config, critic=critic, run=run))
+    n = sum(p.numel() for p in load_policy(start).model.parameters())
+    assert torch.equal(flat(run.best()), seen[-1][:n]) and len(seen) == 3
+    rows = rows_of(grpo(policy, None, KNOWN, dataclasses.replace(config, refills=1), critic=critic, reward=lambda *_: 1.0))
+    assert [(row["trained_groups"], math.isnan(row["value_loss"])) for row in rows] == [(0, True)] * 2

@@ -50,6 +50,15 @@ def test_a_damaged_cache_is_named(tiny, tmp_path):
         cache_logps(tiny, preferences(tiny), tmp_path)
 
 
+def test_a_cache_of_another_precision_and_the_policys_own_model_are_refused(tiny):
+    pairs = preferences(tiny)
+    with pytest.raises(ValueError, match="computed with autocast=None, and the training has 'bfloat16'"):
+        collect(dpo(fresh(tiny), cache_logps(tiny, pairs), pairs, DPOConfig(steps=1, autocast="bfloat16")))
+    same = Policy(tiny.model, tiny.tokenizer, "same", tiny.eos_ids)
+    with pytest.raises(ValueError, match="would move along"):
+        collect(dpo(tiny, same, pairs, DPOConfig(steps=1)))
+
+
 def test_a_stale_cache_cannot_be_used(tiny, tmp_path):
     pairs = preferences(tiny)
     first = cache_logps(tiny, pairs, tmp_path)

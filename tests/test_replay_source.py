@@ -6,6 +6,7 @@ import dataclasses
 import gzip
 import json
 import math
+import shutil
 
 import pytest
 import torch
@@ -175,3 +176,13 @@ def test_advantages_that_totals_do_not_make_are_those_of_the_record(tmp_path, co
     again = load_policy("tiny")
     assert [r["trained_groups"] for r in train(again, recorded_groups(run))] == [r["trained_groups"] for r in rows]
     assert torch.equal(weights(again), weights(policy))
+    with pytest.raises(ValueError, match="has advantages that its rewards alone do not make"):
+        train(load_policy("tiny"), recorded_groups(run), dataclasses.replace(CONFIG, advantage_kind="standardised"))
+
+
+def test_a_step_that_cannot_be_read_is_named_before_it_trains(record, tmp_path):
+    folder = shutil.copytree(record[0].folder, tmp_path / "damaged")
+    (path,) = (folder / "rollouts").glob("step-*1.*")
+    path.write_bytes(path.read_bytes()[:100])
+    with pytest.warns(UserWarning), pytest.raises(ValueError, match=r"cannot be read at steps \[1\]"):
+        recorded_groups(folder)

@@ -5,6 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from loop_helpers import rows_of
 from test_train import preferences, trained_scorer
 from transformers import AutoModelForSequenceClassification
 
@@ -47,6 +48,13 @@ def test_equal_sequences_score_equal_in_every_bit(tiny):
         scores = model.score(rows + rows[::-1], token_budget=budget)
         assert scores == scores[::-1]
     assert model.score([]) == []
+
+
+def test_a_margin_that_is_no_number_is_refused(tiny):
+    rows = [{"prompt": "a", "chosen": "b", "rejected": "c", "margin": "slightly better"}]
+    model = RewardModel.from_policy(tiny)
+    with pytest.raises(ValueError, match="pair 0: the margin in its meta is 'slightly better'"):
+        rows_of(reward_model(model, load_preferences(rows, tiny.tokenizer), RewardConfig(steps=1, batch_size=1)))
 
 
 def test_it_scores_identically_after_the_disk(tiny, tmp_path):

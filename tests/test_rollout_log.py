@@ -6,6 +6,7 @@ import json
 import random
 from dataclasses import replace
 
+import numpy as np
 import pytest
 from loop_helpers import digits, fresh, rows_of
 
@@ -122,6 +123,15 @@ def test_a_temperature_of_its_own_is_kept():
     rollouts = [Rollout((1,), (2,), (1,), (-1.0,), (-1.0,), "eos", reward=1.0, temperature=t) for t in (0.7, None)]
     line = rollout_log.line_of(0, 0, RecordedGroup(Group(tuple(rollouts)), (0.5, -0.5)), str)
     assert [r.temperature for r in rollout_log.recorded(json.loads(json.dumps(line))).group] == [0.7, None]
+
+
+def test_numbers_and_prompts_stand_there_as_they_were():
+    rollouts = [Rollout((1, n), (2,), (1,), (-1.0,), (-1.0,), "eos", reward=1.0) for n in (2, 9)]
+    group = RecordedGroup(Group(tuple(rollouts)), (0.5, -0.5), {"answer": np.int64(12), "x": np.float32(2)})
+    line = json.loads(json.dumps(rollout_log.line_of(0, 0, group, str), default=rollout_log._plain))
+    assert rollout_log.recorded(line).problem == {"answer": 12, "x": 2.0}
+    table = rollout_log.table([line])
+    assert list(table["prompt_ids"]) == [[1, 2], [1, 9]] and list(table["prompt"]) == ["(1, 2)", "(1, 9)"]
 
 
 def test_a_question_may_be_anything(tmp_path):

@@ -254,6 +254,34 @@ def test_an_earlier_run_is_opened_done_again_or_moved_aside(tiny, earlier, tmp_p
     train(fresh(tiny), run, replace(CONFIG, lr=3e-3))  # the cell again, changed: this process may replace what it wrote
     assert not (tmp_path / "x.2").exists() and "x held a run of another configuration (lr 0.002 -> 0.003): this" in (
         capsys.readouterr().out)
+    with pytest.raises(ZeroDivisionError):  # in the first step, before its row
+        rows_of(grpo(fresh(tiny), None, PROBLEMS, GRPOConfig(steps=1), reward=lambda *_: 1 / 0, run=run))
+    assert run.table().empty and not (run.folder / "metrics.csv").exists()
+
+
+def test_what_lies_below_a_run_stays_and_what_a_kill_left_goes(tiny, earlier, tmp_path):
+    below = tmp_path / "x" / "grid" / "lr-1" / "run.json"
+    below.parent.mkdir(parents=True)
+    below.write_text("{}")
+    left = [tmp_path / "x" / name / ".y.partial" for name in ("", "rollouts", "replay")]
+    for partial in left:
+        partial.parent.mkdir(exist_ok=True)
+        partial.write_text("half")
+    train(fresh(tiny), Run("x", root=tmp_path), replace(CONFIG, lr=2e-3))
+    assert not any(partial.exists() for partial in left)
+    assert below.exists() and (tmp_path / "x.1" / "metrics.csv").exists()
+
+
+def test_a_start_that_lacks_what_is_trained_now_is_an_error_and_puts_nothing_back(tiny, tmp_path):
+    run = Run("x", root=tmp_path)
+    tiny.model.requires_grad_(False)
+    tiny.model.lm_head.requires_grad_(True)
+    train(tiny, run)
+    tiny.model.requires_grad_(True)
+    before = flat(tiny)
+    with pytest.raises(ValueError, match="which 'tiny' now trains"):
+        train(tiny, run)
+    assert torch.equal(flat(tiny), before)
 
 
 def test_the_start_lies_on_the_disk_only_while_the_model_lives(tiny, tmp_path):

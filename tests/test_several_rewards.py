@@ -170,7 +170,7 @@ def test_a_name_stands_for_one_number(tiny):
         train(tiny, reward=Several({"vowels": (vowels, 1.0)}), watch={"vowels": vowels})
     config = dataclasses.replace(CONFIG, refills=1, kl_coef=0.1, sampler_cap=2.0, dual_clip=3.0)
     columns = rows_of(grpo(tiny, load_policy("tiny"), ROWS, config, reward=vowels), 1)[0]
-    for name in {*columns, *COLUMNS, "curriculum", "tier"}:
+    for name in {*columns, *COLUMNS, "curriculum", "tier", "version", "staleness", "staleness_max", "value_loss", "loss_scale"}:
         for wrong in ({"reward": Several({"a": (vowels, 1.0), name: (vowels, 1.0)})}, {"watch": {name: vowels}}):
             with pytest.raises(ValueError, match=f"'{name}'.*column"):
                 train(tiny, **wrong)

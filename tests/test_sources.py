@@ -2,6 +2,7 @@
 
 import asyncio
 import dataclasses
+import json
 import time
 
 import pytest
@@ -268,6 +269,22 @@ def test_advantages_of_a_sources_own_are_recorded_and_trained_again(tiny, tmp_pa
     assert run.rollouts(0)["advantage"].tolist() == [1.0, -1.0, 0.5, -0.5, 0.0, 2.0, -1.0, -1.0]
     state = restore(run, 2)
     assert state.notes == () and torch.equal(weights(state.policy), weights(tiny))
+
+
+def test_a_curriculum_of_dataclasses(tiny):
+    class Sums:
+        def __init__(self):
+            self.results = []
+
+        def next_tasks(self, n):
+            return [Problem(a, "+", 2) for a in range(n)]
+
+        def record_result(self, task, rate):
+            self.results.append((task, rate))
+
+    sums = Sums()
+    rows = train(tiny, sums, finished_and_correct)
+    assert len(rows) == 2 and len(sums.results) == 6 and json.loads(rows[0]["curriculum"])["results"][0][0]["op"] == "+"
 
 
 async def test_the_forward_is_verified_as_far_as_the_tasks_of_a_curriculum_reach(tiny):

@@ -81,7 +81,7 @@ class Policy:
         """The same model with its adapter switched off while it computes: a reference that takes no memory of its own."""
         if not lora.layers(self.model):
             raise ValueError(f"{self.name!r} has no adapter to switch off: load the reference as a policy of its own")
-        return Policy(self.model, self.tokenizer, f"{self.name} without adapter", self.eos_ids, bare=True)
+        return Policy(self.model, self.tokenizer, f"{self.name} without adapter", self.eos_ids, lock=self.lock, bare=True)
 
     def merge_adapter(self) -> None:
         """Write the adapter into the weights and take it out: a plain model with all weights trainable, a new version."""
@@ -92,6 +92,17 @@ class Policy:
     def save(self, folder: str | Path) -> Path:
         """Model (safetensors; with an adapter that alone, in peft's form), tokenizer and provenance.json in one folder that
         `load_policy` reads; replaced as a whole or not at all."""
+        with self.lock:
+            critic = getattr(self.model, "critic", None)  # PPO's, beside the model while it trains
+            if critic is None:
+                return self._save(folder)
+            del self.model.critic
+            try:
+                return self._save(folder)
+            finally:
+                self.model.add_module("critic", critic)
+
+    def _save(self, folder: str | Path) -> Path:
         adapted = bool(lora.layers(self.model))
         if adapted and (Path(folder) / "config.json").is_file() and lora.is_base(self.model, Path(folder)):
             raise ValueError(f"{folder} holds the model of this adapter, which would be lost: save it elsewhere")
@@ -183,14 +194,7 @@ def load_tokenizer(name: str):
     folder = Path(source).expanduser()
     if saved and not (folder / "tokenizer_config.json").is_file():  # peft writes none
         return load_tokenizer(lora.base_of(folder))
-    return _with_template(read_checkpoint("", folder, None)[2]) if saved else _load(source, None)[1]
-
-
-def _with_template(tokenizer):
-    """The tokenizer with a chat template, and showing nothing that the policy did not write ("x!= y" of "x != y")."""
-    tokenizer.chat_template = tokenizer.chat_template or CHAT_TEMPLATE
-    tokenizer.clean_up_tokenization_spaces = False
-    return tokenizer
+    return read_checkpoint("", folder, None)[2] if saved else _load(source, None)[1]
 
 
 def _source(name: str) -> tuple[str, bool]:
@@ -251,7 +255,7 @@ def _load(source: str, dtype: torch.dtype | None):
         raise ValueError(f"no model {source!r}: {error}\nNames: {known}; or a Hugging Face id or folder") from error
     if model is not None:
         refuse_gaps(report, source)
-    return model, _with_template(tokenizer)
+    return model, tokenizer
 
 
 def read_checkpoint(kind: str, source: str | Path, dtype: torch.dtype | None):
@@ -262,6 +266,8 @@ def read_checkpoint(kind: str, source: str | Path, dtype: torch.dtype | None):
 
         transformers.utils.logging.disable_progress_bar()  # a bar for milliseconds of a local file; downloads keep theirs
         tokenizer = transformers.AutoTokenizer.from_pretrained(source)
+        tokenizer.clean_up_tokenization_spaces = False  # it shows what nobody wrote: "x!= y" of "x != y"
+        tokenizer.chat_template = tokenizer.chat_template or CHAT_TEMPLATE
         if dtype is None:
             return None, {}, tokenizer
         model, report = getattr(transformers, kind).from_pretrained(

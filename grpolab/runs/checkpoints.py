@@ -41,7 +41,7 @@ class Checkpoints:
                      "config": plain_config(config), "optimiser": scalars}
             (folder / "state.json").write_text(json.dumps(more | state))
             with open(folder / "metrics.jsonl", "w") as file:  # row by row: all at once would keep the event loop waiting
-                file.writelines(json.dumps(row) + "\n" for row in rows)
+                file.writelines(json.dumps(row, default=float) + "\n" for row in rows)
         return target
 
     def drop(self, keep: Path | None = None) -> None:
@@ -68,10 +68,13 @@ def weights(policy) -> dict[str, torch.Tensor]:
 def put_weights(policy, path: Path) -> None:
     """The parameters that a file of `weights` holds, back into the policy."""
     saved = safetensors.torch.load_file(path)
+    own = {name: p for name, p in policy.model.named_parameters() if name in saved or p.requires_grad}
+    if missing := own.keys() - saved.keys():
+        raise ValueError(f"{path} lacks {min(missing)!r}, which {policy.name!r} now trains: since it was written parameters "
+                         "were unfrozen, or an adapter put in or merged. Load the policy anew, or give this run another name")
     with torch.no_grad():
-        for name, parameter in policy.model.named_parameters():
-            if name in saved or parameter.requires_grad:
-                parameter.copy_(saved[name])
+        for name, parameter in own.items():
+            parameter.copy_(saved[name])
 
 
 def split(state: dict) -> tuple[dict[str, torch.Tensor], dict]:

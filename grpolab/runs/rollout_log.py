@@ -137,6 +137,7 @@ def line_of(step: int, number: int, g: RecordedGroup, decode: Callable[[Sequence
         line["mask"] = [r.mask for r in rollouts]
     if any(r.prompt != rollouts[0].prompt for r in rollouts):  # of agents, which ask as they like
         line["prompts"] = [r.prompt for r in rollouts]
+        line["prompt_texts"] = [decode(r.prompt) for r in rollouts]
     if g.parts:
         line["parts"] = {name: list(values) for name, values in g.parts.items()}
     if g.turns:  # of an episode, also of one without a turn
@@ -147,7 +148,9 @@ def line_of(step: int, number: int, g: RecordedGroup, decode: Callable[[Sequence
 
 
 def _plain(x):
-    """What JSON can hold of a question: a dataclass and other objects as their fields, else the text."""
+    """What JSON can hold of a question: numpy's numbers, a dataclass and other objects as their fields, else the text."""
+    if hasattr(x, "tolist"):
+        return x.tolist()
     return asdict(x) if is_dataclass(x) and not isinstance(x, type) else vars(x) if hasattr(x, "__dict__") else str(x)
 
 
@@ -190,9 +193,10 @@ def table(lines: Iterable[dict], columns: Sequence[str] | None = None):
     for line in lines:
         g = recorded(line)
         for i, r in enumerate(g.group):
-            values = (line["step"], line["group"], i, line["prompt"], line["completion"][i], r.reward, g.advantages[i],
+            prompt = line["prompt_texts"][i] if "prompt_texts" in line else line["prompt"]
+            values = (line["step"], line["group"], i, prompt, line["completion"][i], r.reward, g.advantages[i],
                       r.finish_reason, g.turns[i] if g.turns else (), g.problem, r.seed, r.policy_version, g.used,
-                      line["prompt_ids"], line["tokens"][i], r.mask, r.logps, r.raw_logps, r.kept_mass)
+                      list(r.prompt), line["tokens"][i], r.mask, r.logps, r.raw_logps, r.kept_mass)
             rows.append(dict(zip(COLUMNS, values, strict=True)) | {name: of[i] for name, of in g.parts.items()})
     frame = pd.DataFrame(rows) if rows else pd.DataFrame(columns=list(COLUMNS))
     if missing := [name for name in columns or () if name not in frame and rows]:

@@ -240,8 +240,9 @@ class Run:
 
         `data` is a hash of what the loop trains on, "" where it is not known. Raises ValueError for a damaged checkpoint or
         one that was trained on other data."""
-        for partial in self.folder.glob(".*.partial"):  # of a killed process
-            shutil.rmtree(partial) if partial.is_dir() else partial.unlink()
+        for place in ("", "rollouts/", "looks/", "replay/", "figures/"):
+            for partial in self.folder.glob(f"{place}.*.partial"):  # of a killed process
+                shutil.rmtree(partial) if partial.is_dir() else partial.unlink()
         name, plain, key = str(self.folder.resolve()), plain_config(config), weights_hash(policy)
         path = self.folder / "run.json"  # what the last loop wrote about itself
         note = json.loads(path.read_text()) if path.exists() else {}
@@ -266,6 +267,8 @@ class Run:
         self.metrics, self._columns, self._session, self._data, self.base = [], [], None, data, start.base
         steps = self._load_checkpoint(plain, policy, optimiser, key if again else None)
         self.selected.begin(steps)
+        if not steps:
+            (self.folder / "metrics.csv").unlink(missing_ok=True)
         if again and not steps and start.key != key:
             put_weights(policy, start.file)
             policy.version += 1
@@ -282,7 +285,7 @@ class Run:
     def _set_aside(self, what: str) -> None:
         """Move what an earlier process left in the folder to one beside it; runs in folders below stay."""
         earlier = [p for p in self._found.intersection(self.folder.iterdir())
-                   if not (p.name.startswith(".") or (p / "run.json").exists() or self._is_new(p, slack=0))]
+                   if not (p.name.startswith(".") or any(p.rglob("run.json")) or self._is_new(p, slack=0))]
         if not earlier:
             return
         target = next(f for n in count(1) if not (f := self.folder.with_name(f"{self.folder.name}.{n}")).exists())

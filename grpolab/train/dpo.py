@@ -8,7 +8,7 @@ from typing import Literal
 
 import torch
 
-from grpolab.models.load import Policy, evaluating
+from grpolab.models.load import Policy
 from grpolab.runs.checkpoints import data_hash
 from grpolab.runs.run import Run
 from grpolab.train import losses
@@ -45,7 +45,7 @@ def dpo(
     `reference` is a resident model, or its log-probs from `cache_logps`, which need none; the steps are the same in
     every bit on a CPU.
     """
-    if reference is policy:
+    if reference is policy or isinstance(reference, Policy) and reference.model is policy.model and not reference.bare:
         raise ValueError("the reference is the policy itself, so it would move along: cache_logps(policy, pairs) keeps it")
     reference_at = reference_values(reference, pairs, config)
 
@@ -90,7 +90,7 @@ def implicit_rewards(
     """DPO's reward beta (log pi - log pi_ref) of each pair's chosen and rejected completion, and log pi: (P, 2) each."""
     check_pairs(policy, pairs)
     ref_logps, logps = reference_values(reference, pairs, config)(range(len(pairs))), torch.zeros(len(pairs), 2)
-    with torch.no_grad(), policy.lock, evaluating(policy.model), autocast(policy, config):
+    with torch.no_grad(), policy.lock, policy.acting(), autocast(policy, config):
         for indices in pair_batches(policy, pairs, config, share=config.share_prompts):
             logps[indices] = pair_logps(policy, [pairs[i] for i in indices], config.share_prompts).cpu()
     scale = pair_lengths(pairs, logps).T if config.length_normalised else 1.0

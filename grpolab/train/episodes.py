@@ -48,7 +48,8 @@ class Episode:
     `rollout.finish_reason` is "done" where the environment ended the episode, "turns" at the turn limit, "length" where the
     tokens ran out: a turn was cut (then the environment does not get it), or an observation did not fit (then `turns` keeps
     its beginning). All three keep what the environment paid until then; the latter two earn 0.0 where it paid nothing.
-    "invalid" ended over an action that could not be read; under `abstain` its reward is None.
+    "invalid" ended over an action that could not be read; where its session ends over the action, or under `abstain`, its
+    reward is None.
 
     `heard` are the observations that stand in the rollout's tokens, `invalid` counts the actions that could not be read,
     `measures` are the numbers of the action format's `measure`, `env_s` the seconds spent waiting for the environment.

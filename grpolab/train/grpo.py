@@ -28,7 +28,7 @@ from grpolab.train.loop import accumulate, apply_gradient, autocast, in_thread, 
 from grpolab.train.ppo import Critic
 from grpolab.train.replay_source import importance
 from grpolab.train.rewards import Reward, finished_and_correct
-from grpolab.train.several_rewards import Several
+from grpolab.train.several_rewards import Several, check_sum
 from grpolab.train.sources import Source, Tasks, as_recorded, as_step_groups, content_of, sampled, tokens_of
 from grpolab.train.verify import check_drift, verify_forward
 
@@ -45,6 +45,8 @@ async def grpo(
     `watch` are not trained on: their means stand in each row under their names. With a `critic` it is PPO (`ppo`).
     """
     check_reference(policy, reference, config)
+    if critic is not None:
+        check_sum(reward)
     tasks, ids_of, longest = await asked(policy, problems, config, reward, watch, run, success)
     sampler = await off_loop(lambda: Sampler(policy, exact=config.exact))
     source = sampled(policy, sampler, tasks, ids_of, config, reward, watch)
@@ -152,14 +154,16 @@ def check_reference(policy: Policy, reference: Policy | None, config: GRPOConfig
 
 
 def check_names(reward: Reward, watch: Iterable[str]) -> None:
-    """Refuse a reward by the name of another column of the step's row or of the record, whose numbers it would replace."""
+    """Refuse a reward or measure by the name of another column of the row or of the record, whose numbers it would replace."""
     every = GRPOConfig(kl_coef=1.0, dual_clip=3.0, sampler_cap=2.0)  # whose rows have each column
     nothing = Group((Rollout((), (), (), (), (), "lost"),))
     own = {*_unmeasured(every, True), *describe([nothing]), *timings(0, 1, 0, 1), *COLUMNS, "step", "trained_groups",
            "trained_tokens", "reward_errors", "refill_prompts", "refill_tokens", "discarded_groups", "discarded_tokens", "tier",
-           "curriculum"}
+           "curriculum", "version", "staleness", "staleness_max", "value_loss", "explained", "loss_scale",
+           "lost", "invalid", "abstained", "unheard", "tool_rate", "env_s"}
     if taken := own & {*watch, *(reward.rewards if isinstance(reward, Several) else ())}:
-        raise ValueError(f"{sorted(taken)} cannot name a reward: a column of the rows or of the record is called that already")
+        raise ValueError(f"{sorted(taken)} cannot name a reward or a measure: a column of the rows or of the record is called "
+                         "that already")
 
 
 def verify_both(policy: Policy, reference: Policy | None, config: GRPOConfig, longest: int) -> None:
@@ -312,7 +316,7 @@ def grpo_loss(policy: Policy, reference, batch: Batch, layout: Layout, denominat
                 anchor, _ = rollout_logps(reference, layout, mask.shape, config.temperature)
             drawn = old_logps
         kl, kl_metrics = losses.kl_penalty(logps, anchor, mask, denominator=denominator, kind=config.kl_kind, old_logps=drawn,
-                                           aggregation=config.aggregation)
+                                           aggregation=config.aggregation, tokens=tokens)
         loss, metrics = loss + config.kl_coef * kl, metrics | (kl_metrics if config.needs_reference else {})
     return loss, metrics
 

@@ -60,7 +60,8 @@ class GRPOConfig(Optimisation):
         self.check_positive("temperature")
         cap = 1.0 if self.sampler_cap is None else self.sampler_cap
         losses.check_policy_options(self.objective, self.ratio, self.clip_eps, self.dual_clip, cap)
-        if self.max_logp_diff is not None and not all(bound > 0 for bound in self.max_logp_diff):
+        pair = isinstance(self.max_logp_diff, tuple | list) and len(self.max_logp_diff) == 2
+        if self.max_logp_diff is not None and not (pair and all(bound > 0 for bound in self.max_logp_diff)):
             raise ValueError(f"max_logp_diff must be None or (mean, largest), both positive, got {self.max_logp_diff}")
         if self.group_size == 1 and not self.kl_coef:
             raise ValueError("group_size=1 never trains: an advantage compares with others of the group. Take at least 2")

@@ -60,6 +60,8 @@ class Optimisation:
         for name, hint in get_type_hints(type(self)).items():
             if name != "optimiser" and get_origin(hint) is Literal and getattr(self, name) not in get_args(hint):
                 raise ValueError(f"{name} must be one of {get_args(hint)}, got {getattr(self, name)!r}")
+            if hint is int and not isinstance(getattr(self, name), int):
+                raise ValueError(f"{name} must be a whole number, got {getattr(self, name)!r}")
         self.check_at_least(1, "steps", "token_budget", "save_every")
         self.check_at_least(0, "warmup", "weight_decay")
         self.check_positive("lr")
@@ -255,7 +257,8 @@ class Training:
 
     def keep(self) -> None:
         """A checkpoint of the whole steps, where there are some that none holds."""
-        if self.saved < self.done < self.config.steps and self.policy.version == self.version:
+        last = self.config.steps + (self.writer.selected.selection is not None)  # whose last measure may be what failed
+        if self.saved < self.done < last and self.policy.version == self.version:
             self._save()
 
     def _save(self) -> None:

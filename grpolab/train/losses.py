@@ -297,8 +297,8 @@ def policy_loss(logps, old_logps, advantages, mask, *, denominator, objective="p
     min(pi_old / pi_sampler, sampler_cap), truncated importance sampling (Ionides 2008, J. Comput. Graph. Stat. 17, p. 295; by
     the step: IMPALA, arXiv 1802.01561, eq. 1). Metrics are means over `tokens`, the kept tokens of the whole batch (default:
     the denominator). Of the trainer's log-probs minus the sampler's: `diff_mean`, `diff_abs_mean`, and `diff_max`, the largest
-    absolute one; `sampler_kl` is k3 of KL(sampler || policy). clip_low, clip_high: share of tokens without gradient; low_logp:
-    of tokens whose log-prob is below LOW_LOGP.
+    absolute one; `sampler_kl` is k3 of KL(sampler || policy). clip_low, clip_high: share of tokens beyond the clip, on
+    the side where "ppo" has no gradient; low_logp: of tokens whose log-prob is below LOW_LOGP.
     """
     keep = _keep(mask, logps, old_logps, *([] if sampler_logps is None else [sampler_logps]))
     check_policy_options(objective, ratio, clip_eps, dual_clip, sampler_cap)
@@ -361,13 +361,14 @@ def kl_estimate(logps, ref_logps, kind="k3") -> Tensor:
     return -d if kind == "k1" else d**2 / 2 if kind == "k2" else d.expm1() - d
 
 
-def kl_penalty(logps, ref_logps, mask, *, denominator, kind="unbiased", old_logps=None, aggregation="token"):
+def kl_penalty(logps, ref_logps, mask, *, denominator, kind="unbiased", old_logps=None, aggregation="token", tokens=None):
     """KL in the loss: add `kl_coef * kl_penalty(...)` to `policy_loss` with the same denominator and aggregation.
 
     "unbiased": exp(logps - old_logps) k3 with the gradient through the ratio (DeepSeek-V3.2, arXiv 2512.02556, eq. 7):
     over tokens of the sampler old_logps (default: on-policy) its mean is the KL at the visited prefixes and its
     gradient that KL's. "k2" has this gradient on-policy only, "k3" (GRPO) never, and the mean gradient of "k1" is zero.
-    None of them counts that a token changes the prefixes to come. The metric `kl` is k3 (or `kind`).
+    None of them counts that a token changes the prefixes to come. The metric `kl` is k3 (or `kind`), a mean over `tokens`, the
+    kept tokens of the whole batch (default: as the loss has it).
     """
     keep = _keep(mask, logps, ref_logps, *([] if old_logps is None else [old_logps]))
     logps = _fill(logps, keep)
@@ -375,8 +376,9 @@ def kl_penalty(logps, ref_logps, mask, *, denominator, kind="unbiased", old_logp
     if kind == "unbiased":
         log_ratio = logps - (logps if old_logps is None else _fill(old_logps, keep)).detach()
         x = kl * _exp(log_ratio)
-    loss, kl = (aggregate(v, keep, denominator=denominator, aggregation=aggregation) for v in (x, kl.detach()))
-    return loss, {"kl": kl}
+    loss = aggregate(x, keep, denominator=denominator, aggregation=aggregation)
+    return loss, {"kl": aggregate(kl.detach(), keep, denominator=denominator, aggregation=aggregation)
+                  if tokens is None else aggregate(kl.detach(), keep, denominator=tokens)}
 
 
 # --- distillation -----------------------------------------------------------------------------------------------------

@@ -16,7 +16,7 @@ from grpolab.models.load import Policy
 from grpolab.runs.run import Run
 from grpolab.train import distributed
 from grpolab.train.episodes import Episode, Limits, as_groups, as_task, check_limits, play_all
-from grpolab.train.grpo import GRPOConfig, check_reference, grpo_from
+from grpolab.train.grpo import GRPOConfig, check_names, check_reference, grpo_from
 from grpolab.train.loop import off_loop
 from grpolab.train.ppo import Critic
 from grpolab.train.sources import Source, StepGroups, Tasks
@@ -35,8 +35,8 @@ async def multi_turn_grpo(policy: Policy, reference: Policy | None, problems: An
     one, their draws have their own. `action_format` says how text becomes actions and observations text.
 
     Rows hold what `grpo` yields, and: turns, tool_rate (share of episodes with a call), calls and what else the action format
-    measures, invalid (actions an episode that could not be read), abstained, unheard (share of the episodes in which no
-    turn reached the environment), lost, env_s (mean seconds that an episode waited for its environment); with a
+    measures, invalid (actions an episode that could not be read), abstained, unheard (share of the episodes in which the
+    policy ended no turn), lost, env_s (mean seconds that an episode waited for its environment); with a
     curriculum, its tier and, as JSON, the results that it got.
     """
     limits = limits or Limits()
@@ -72,11 +72,13 @@ def played(pool: GrpoPool, sampler: Sampler, tasks: Tasks, config: GRPOConfig, l
         by_task = await off_loop(lambda: distributed.gathered(f"the episodes of step {step}", rows, own))
         episodes = [episode for members in by_task for episode in members]
         groups = as_groups(rows, episodes, config.advantage_kind, pool.min_group if pool.on_failure == "drop" else 1)
+        check_names(None, {name for e in episodes if e for name in e.measures})
         habits = _habits(episodes)
         _warn(habits, config, limits, warnings_given)
         rewards = [[e and e.rollout.reward for e in members] for members in by_task]
         return StepGroups(
             [g.trained for g in groups if g.used], habits, seen=[g.trained for g in groups],
+            tokens=sum(sum(e.rollout.mask) for e in episodes if e is not None),
             after_step=lambda: tasks.record(rows, rewards), record=lambda: groups, engine=sampler.engine.name)
 
     return source

@@ -19,6 +19,7 @@ from grpolab.decode.sampling import SamplingParams
 from grpolab.models.load import Policy
 from grpolab.rollouts import Rollout
 from grpolab.train import losses
+from grpolab.train.async_grpo import AsyncGRPOConfig
 from grpolab.train.grpo import GRPOConfig, grpo_gradient
 from grpolab.train.loop import Optimisation
 from grpolab.train.optimisers import LOW
@@ -79,6 +80,8 @@ def plan(policy: Policy, config: Optimisation, *, reference: Policy | None = Non
         raise ValueError(f"a row of {prompt_tokens} + {completion} tokens does not fit the context of {policy.context}: both "
                          "are at least 1; pass prompt_tokens= and completion_tokens=")
     grpo = isinstance(config, GRPOConfig)
+    if not grpo and not hasattr(config, "batch_size"):
+        raise ValueError(f"there is no plan of a {type(config).__name__}: give that of SFT, DPO, a reward model or GRPO")
     sides = 1 if isinstance(config, SFTConfig) else 2
     rows = config.prompts_per_step * config.group_size if grpo else config.batch_size * sides
     trained = [p for p in policy.model.parameters() if p.requires_grad]
@@ -93,6 +96,8 @@ def plan(policy: Policy, config: Optimisation, *, reference: Policy | None = Non
         memory["master weights"] = 4 * count
     if reference is not None and reference.model is not policy.model:
         memory["reference"] = _bytes(reference)
+    if isinstance(config, AsyncGRPOConfig):
+        memory["sampler's copy"] = size
     rates, hours = {}, 0.0
     if grpo:
         memory["KV cache"], memory["sampler's packed weights"], rates["sampled"] = _probe_sampler(
@@ -181,7 +186,7 @@ def _random_ids(policy: Policy, n: int, seed: int) -> list[int]:
 
 def peak_memory() -> int:
     """Bytes: the most that this process has held so far (on CUDA, of the GPU)."""
-    if torch.cuda.is_available():
+    if torch.cuda.is_available() and torch.cuda.max_memory_allocated():  # else all of it is the processor's
         return torch.cuda.max_memory_allocated()
     import resource
 

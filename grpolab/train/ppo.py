@@ -80,6 +80,8 @@ class Critic:
         """The advantages of the groups' tokens, and the values that the critic shall learn, A + V: (B, G, T) each. A rollout
         that abstains gets 0, and is not learned."""
         rollouts = [r for g in groups for r in g]
+        if not rollouts:
+            return (torch.zeros(0, 0, 1),) * 2
         mask = padded([r.mask for r in rollouts])
         values = torch.zeros_like(mask)
         for part in parts_of(policy, rollouts, config.token_budget, share=config.share_prompts):

@@ -178,7 +178,7 @@ def _kind(text: str, problem: Problem, rollout: Rollout) -> str:
 
 
 def _distinct(rng: random.Random, rollouts: list[Rollout]) -> list[Rollout]:
-    """In random order, the first of each token sequence: a frequent one tends to come early."""
+    """In random order, one of each token sequence: a frequent one tends to come early."""
     return list({r.tokens: r for r in rng.sample(rollouts, len(rollouts))}.values())
 
 
@@ -310,6 +310,7 @@ def pair_counts(batch: Sequence[Pair]) -> tuple[int, dict]:
 def check_pairs(policy: Policy, pairs: Sequence[Pair]) -> None:
     """Refuse pairs that do not fit the policy's context or vocabulary."""
     check_lengths(policy, max((p.longest for p in pairs), default=0), "pair")
-    top, size = max((max(p.prompt + p.chosen.ids + p.rejected.ids) for p in pairs), default=0), policy.model.config.vocab_size
+    top = max((max(p.prompt + p.chosen.ids + p.rejected.ids) for p in pairs), default=0)
+    size = len(policy.model.get_input_embeddings().weight)
     if top >= size:
         raise ValueError(f"the pairs hold token id {top}, beyond the vocabulary of {size}: they are of another tokenizer")

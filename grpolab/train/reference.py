@@ -52,6 +52,7 @@ class ReferenceLogps:
     values: torch.Tensor
     data: str
     weights: str = ""
+    autocast: str | None = None  # of the forward that computed them
 
 
 def cache_logps(
@@ -65,14 +66,14 @@ def cache_logps(
     """
     config, data, weights = config or Optimisation(), data_hash(pairs), weights_hash(reference)
     if folder is None:
-        return ReferenceLogps(_compute(reference, pairs, config), data, weights)
+        return ReferenceLogps(_compute(reference, pairs, config), data, reference_key(reference), config.autocast)
     model = {k: v for k, v in reference.model.config.to_dict().items() if k not in UNRELATED}
     key = json.dumps([weights, data, model, reference.device.type, config.autocast, FORWARD], sort_keys=True, default=str)
     path = Path(folder) / f"reference-{hashlib.sha256(key.encode()).hexdigest()[:32]}.safetensors"
     if not path.exists():
         atomic_write(path, safetensors.torch.save({"logps": _compute(reference, pairs, config).contiguous()}))
     try:
-        return ReferenceLogps(safetensors.torch.load_file(path)["logps"], data, weights)
+        return ReferenceLogps(safetensors.torch.load_file(path)["logps"], data, reference_key(reference), config.autocast)
     except Exception as error:  # safetensors has types of its own for every kind of damage
         raise ValueError(f"{path} is damaged ({error}): delete it, and it will be computed again") from error
 
@@ -85,6 +86,9 @@ def reference_values(
     if isinstance(reference, ReferenceLogps):
         if reference.data != data_hash(pairs) or len(reference.values) != len(pairs):
             raise ValueError("the cached reference log-probs are of other pairs: call cache_logps with these")
+        if reference.autocast != config.autocast:
+            raise ValueError(f"the cached reference log-probs were computed with autocast={reference.autocast!r}, and the "
+                             f"training has {config.autocast!r}: call cache_logps(..., config=config)")
         return lambda indices: reference.values[list(indices)]
     score = cache(lambda block: _score_block(reference, pairs, block, config))
     return lambda indices: torch.stack([score(i // BLOCK)[i % BLOCK] for i in indices])

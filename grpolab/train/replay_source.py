@@ -46,12 +46,16 @@ def recorded_groups(record: Run | str | Path, steps: Iterable[int] | None = None
     if not chosen or set(chosen) - set(every):
         there = f"it holds {every[0]} to {every[-1]}" if every else "it holds none: record with Run(..., keep='all')"
         raise ValueError(f"the record of {Run.shown(folder)} lacks steps {sorted(set(chosen) - set(every))}: {there}")
-    longest = 1
+    longest, whole = 1, set()
     for line in recorder.lines(chosen):
         if "logps" not in line:
             raise ValueError(f"{Run.shown(folder)}, step {line['step']}, group {line['group']}: its rollouts lack log-probs: "
                              "nothing corrects for the distance of the policy that sampled")
+        whole.add(line["step"])
         longest = max([longest, *(len(r.prompt) + len(r.tokens) for r in recorded(line).group)])
+    if damaged := sorted(set(chosen) - whole):
+        raise ValueError(f"the record of {Run.shown(folder)} cannot be read at steps {damaged}: leave them out, "
+                         "recorded_groups(run, steps=[...])")
     return Recorded(recorder, folder, tuple(chosen), longest, temperature, kind)
 
 
@@ -70,11 +74,17 @@ class Recorded:
     async def __call__(self, step: int) -> StepGroups:
         """The recorded groups that stand at this step of training; `record_step` in the row says which."""
         groups = await off_loop(lambda: self.recorder.groups(self.steps[step]))
-        trained = [g.trained for g in groups]
+        most = max(len(g.group) for g in groups)
+        filled = [g.filled(most) for g in groups]
+        trained = [group for group, _ in filled]
         used = [t for g, t in zip(groups, trained) if g.used]
-        made = torch.tensor([g.advantages for g in groups if g.used], dtype=torch.float64)
+        made = torch.tensor([a for g, (_, a) in zip(groups, filled) if g.used], dtype=torch.float64)
         if not used or torch.equal(made, advantages(reward_tensor([g.rewards for g in used]), self.kind)):
             made = None  # of their totals: the config says of which kind now
+        elif self.trained_kind != self.kind:
+            raise ValueError(f"advantage_kind={self.trained_kind!r}, and step {self.steps[step]} of {Run.shown(self.folder)} "
+                             "has advantages that its rewards alone do not make (several rewards, a critic, agents): set "
+                             f"advantage_kind={self.kind!r}, of which those are")
         sampled = [(g.problem, t) for g, t in zip(groups, trained)]
         return StepGroups(used, {"record_step": self.steps[step]}, seen=trained, tokens=0, advantages=made,
                           record=lambda: as_recorded(sampled, used, self.trained_kind, made), engine="record", off_policy=True)

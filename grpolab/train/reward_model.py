@@ -159,6 +159,9 @@ def reward_model(
 
     def check():
         check_pairs(model, pairs)
+        if wrong := [i for i, p in enumerate(pairs) if not isinstance(p.meta.get("margin", 1.0), int | float)]:
+            raise ValueError(f"pair {wrong[0]}: the margin in its meta is {pairs[wrong[0]].meta['margin']!r:.40}, no number: "
+                             "give one, or call that column something else")
         verify_forward(model, config, max((p.longest for p in pairs), default=0), "rewards")
 
     return over_batches(model, pairs, config, run, check=check, counts=pair_counts, data=lambda: data_hash(pairs),

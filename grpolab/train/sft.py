@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from grpolab.chat import Example, encode_chat
-from grpolab.models.load import Policy, evaluating
+from grpolab.models.load import Policy
 from grpolab.runs.checkpoints import data_hash
 from grpolab.runs.run import Run
 from grpolab.tasks import demonstration_of
@@ -83,7 +83,7 @@ def sft_gradient(policy: Policy, batch: Sequence[Example], config: SFTConfig, *,
 @torch.no_grad()
 def sft_value(policy: Policy, examples: Sequence[Example], config: SFTConfig) -> float:
     """The mean token loss of the examples, in nats, without dropout."""
-    with policy.lock, evaluating(policy.model):
+    with policy.lock, policy.acting():
         parts = [metrics for _, metrics in _losses(policy, examples, config, targets_of(examples))]
     return losses.combine(parts)["sft_loss"]
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from itertools import islice
 from typing import Any
 
@@ -223,7 +223,7 @@ class Tasks:
         for task, rate in results:
             self.rows.record_result(task, rate)
         entry, self.first_entry = self.first_entry | {"results": results}, {}
-        return row | {"curriculum": json.dumps(entry)}
+        return row | {"curriculum": json.dumps(entry, default=asdict)}
 
     def _go_on(self, step: int) -> dict:
         """Bring the curriculum to where it was before this step."""
