@@ -437,13 +437,15 @@ def test_rows_say_what_the_episodes_were_like(learner):
             run(train(learner, CalculatorEnv, action_format=replace(TEXT, measure=lambda results, name=name: {name: 42.0})))
 
 
-def test_the_rate_of_sampling_counts_the_policys_own_tokens(learner, tmp_path):
-    """Of long observations and of episodes that abstain, too; and a number of numpy stops no checkpoint."""
-    action_format = replace(TEXT, to_text=lambda seen: seen["text"] + "!" * 40,
-                            measure=lambda results: {"mean": np.float32(1.5)})
+def test_the_rate_of_sampling_counts_the_policys_own_tokens(caller, tmp_path):
+    """And not the observations; and a number of numpy stops no checkpoint."""
+    action_format = replace(TEXT, measure=lambda results: {"mean": np.float32(1.5)})
     record = Run("rate", root=tmp_path)
-    (row,) = run(train(learner, CalculatorEnv, action_format=action_format, run=record, config=replace(CONFIG, save_every=1)))
-    own = sum(sum(mask) for mask in record.rollouts(0)["mask"])
+    config = replace(CONFIG, steps=2, save_every=1)
+    row, _ = run(train(fresh(caller), CalculatorEnv, action_format=action_format, run=record, config=config))
+    masks = record.rollouts(0)["mask"]
+    own = sum(map(sum, masks))
+    assert 0 < own < sum(map(len, masks)) - 10
     assert row["sampled_tokens_per_s"] * row["sampling_s"] == pytest.approx(own) and row["mean"] == 1.5
 
 

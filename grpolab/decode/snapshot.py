@@ -107,7 +107,11 @@ def checksum(model) -> list[int]:
 def _bits(tensor: Tensor) -> Tensor:
     rows = tensor.contiguous().reshape(tensor.shape[0] if tensor.ndim > 1 else 1, -1)
     wide = rows.shape[1] * rows.element_size() % 8 == 0 and rows.data_ptr() % 8 == 0
-    lanes = rows.view(torch.int64 if wide else torch.uint8)
-    # The upper half is folded into the lower: a sum modulo 2^64 forgets every second flip of the uppermost bit, a sign.
-    sums = torch.cat([(x ^ (x >> 32) if wide else x).sum(1, dtype=torch.int64) for x in lanes.split(256)])
+    if not wide:
+        sums = rows.view(torch.uint8).sum(1, dtype=torch.int64)
+    else:  # the upper half folded into the lower: a sum modulo 2^64 forgets every second flip of the uppermost bit, a sign
+        lanes = rows.view(torch.int64)
+        folded = torch.empty_like(lanes[:256])  # few rows at a time stay in the processor's cache
+        sums = torch.cat([torch.bitwise_right_shift(some, 32, out=folded[: len(some)]).bitwise_xor_(some).sum(1)
+                          for some in lanes.split(256)])
     return (sums * torch.arange(1, 2 * len(sums), 2, device=sums.device)).sum()

@@ -133,7 +133,7 @@ def agent_source(service: Service, agent: Agent, tasks: Tasks, config: GRPOConfi
         return StepGroups(
             [group for group, _ in trained], habits(runs),
             seen=[last_rollouts(members) for members in by_task if any(run.rollouts for run in members)],
-            tokens=sum(len(r.tokens) for run in runs for r in run.rollouts),
+            tokens=sum(sum(r.mask) for run in runs for r in run.rollouts),
             after_step=lambda: tasks.record(step_tasks, [[run.reward for run in members] for members in by_task]),
             advantages=torch.tensor([a for _, a in trained]) if trained else None, record=lambda: groups,
             engine=service.sampler.engine.name)
