@@ -523,7 +523,7 @@ def administration_over_seeds(found: dict, results: Path) -> list:
                 "sampled": [(int(b) - int(a)) / settings["samples"] for a, b in counts]}
         return {how: clustered_interval(values, templates) for how, values in each.items()}
 
-    rows, gaps, without = [], [], {True: [], False: []}
+    rows, gaps, without, left = [], [], {True: [], False: []}, []
     for _, seed, grown in runs_of(found, "grpo"):
         of = {name: found[f"{name} {seed}"] for name in names if f"{name} {seed}" in found}
         for name, run in of.items():
@@ -537,6 +537,7 @@ def administration_over_seeds(found: dict, results: Path) -> list:
                                                          for how, gap in ahead(of[name]["after"], grown["after"]).items()}
                  for name in ("rejection", "many") if name in of]
         if other := found.get(f"left out {seed}"):
+            left.append(seed)
             for template, flag in zip(templates, "".join(other["after"]["flags"].values()), strict=True):
                 without[template in other["without"]].append((int(flag), template))
 
@@ -558,8 +559,8 @@ def administration_over_seeds(found: dict, results: Path) -> list:
     if without[True]:
         unseen, seen = (clustered_interval(*zip(*without[never])) for never in (True, False))
         lines.append(f"SFT on many without every {settings['left out']}th template solves {unseen} of the held-out tasks of "
-                     f"these templates, which it never saw demonstrated, and {seen} of the others (greedy, all seeds; "
-                     f"{len(without[True])} and {len(without[False])} answers, intervals over the templates).")
+                     f"these templates, which it never saw demonstrated, and {seen} of the others (greedy, seeds "
+                     f"{', '.join(left)}; {len(without[True])} and {len(without[False])} answers, intervals over the templates).")
     return lines
 
 
