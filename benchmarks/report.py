@@ -560,7 +560,7 @@ def administration_over_seeds(found: dict, results: Path) -> list:
         unseen, seen = (clustered_interval(*zip(*without[never])) for never in (True, False))
         lines.append(f"SFT on many without every {settings['left out']}th template solves {unseen} of the held-out tasks of "
                      f"these templates, which it never saw demonstrated, and {seen} of the others (greedy, seeds "
-                     f"{', '.join(left)}; {len(without[True])} and {len(without[False])} answers, intervals over the templates).")
+                     f"{', '.join(left)}; {len(without[True])} and {len(without[False])} answers, intervals over templates).")
     return lines
 
 
