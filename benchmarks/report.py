@@ -367,6 +367,9 @@ def answered(run: dict) -> dict:
             "minutes": f"{run['seconds'] / 60:.1f}"}
 
 
+GYM = {"sft": "SFT on the right answers", "rejection": "rejection sampling", "grpo": "GRPO"}
+
+
 def gym(found: dict, results: Path) -> list:
     settings, base, grpo = found["settings"], found["base"], found["settings"]["grpo"]
     looks = [{"candidate": name + (" (chosen)" if name == found["chosen"] else ""), "greedy": f"{v['greedy']:.0%}",
@@ -374,15 +377,27 @@ def gym(found: dict, results: Path) -> list:
     chance = (f", naming somebody in the text at random {base['chance']:.0%}: the model as it is does no better than that"
               if "chance" in base else "")
     rows = [{"policy": "before", "seed": "", "solved": base["solved"]}]
-    rows += [{"policy": "GRPO", "seed": seed, "solved": run["after"]["solved"], "gain": points(run["gain"]),
-              "minutes": f"{run['seconds'] / 60:.1f}", "peak memory": f"{run['peak_gb']:.2f} GB"}
-             for _, seed, run in runs_of(found, "grpo")]
-    return [f"{found['chosen']} of reasoning-gym, with its own scorer. {settings['model']} in {settings['dtype']}; "
-            f"{grpo['steps']} steps of {grpo['prompts_per_step']} prompts × {grpo['group_size']} rollouts, lr {grpo['lr']:g}; "
-            f"{settings['held_out']} held-out tasks, answered greedily; always giving the commonest answer would solve "
-            f"{base['commonest']:.0%}{chance}. SFT and rejection sampling were not run: what GRPO adds to them is not known. "
-            f"Each task comes after {settings['shots']} solved ones. Chosen before training, from "
-            f"what the model as it is does with {settings['looked_at']} tasks of each:", looks, rows]
+    rows += [{"policy": GYM[way], "seed": seed, "solved": run["after"]["solved"], "gain": points(run["gain"]),
+              "minutes": f"{run['seconds'] / 60:.1f}"} for way, seed, run in runs_of(found, *GYM)]
+    gaps = []
+    for other in ("sft", "rejection"):
+        seeds = [seed for _, seed, _ in runs_of(found, "grpo") if f"{other} {seed}" in found]
+        each = [flag_change(*(found[f"{way} {seed}"]["after"]["flags"] for way in (other, "grpo"))) for seed in seeds]
+        gaps += [{"GRPO −": GYM[other], "seed": seed, "difference": f"{gap.points}: {gap.verdict}"}
+                 for seed, gap in zip(seeds, each)]
+        if len(each) > 1:
+            gap = over_seeds([gap.value for gap in each])
+            gaps.append({"GRPO −": GYM[other], "seed": "over the seeds", "difference": f"{gap.points}: {gap.verdict}"})
+    sft, rounds = settings["sft"], settings["rejection"]
+    return [f"{found['chosen']} of reasoning-gym, with its own scorer. {settings['model']} in {settings['dtype']}; GRPO: "
+            f"{grpo['steps']} steps of {grpo['prompts_per_step']} prompts × {grpo['group_size']} rollouts; SFT: {sft['steps']} "
+            f"steps of {sft['batch_size']} of the {settings['practice']} practice tasks with their right answers; rejection "
+            f"sampling: {rounds['rounds']} rounds of {rounds['tasks']} tasks × {rounds['samples']} rollouts, each with "
+            f"{rounds['sft']['steps']} such steps on the right ones; lr {grpo['lr']:g} for all. {settings['held_out']} "
+            f"held-out tasks, answered greedily; always giving the commonest answer would solve {base['commonest']:.0%}"
+            f"{chance}. Each task comes after {settings['shots']} solved ones. Each recipe stood before its first run. The "
+            f"task was chosen before training, from what the model as it is does with {settings['looked_at']} tasks of each:",
+            looks, rows, gaps]
 
 
 LEARNED = {"sft": "SFT on the chosen", "dpo": "DPO", "rejection": "rejection sampling", "grpo": "GRPO"}

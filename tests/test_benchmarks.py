@@ -369,7 +369,7 @@ def test_every_way_to_teach_the_rules_of_chat_is_recorded(monkeypatch, tmp_path)
     english.main()
     text = (tmp_path / "smollm2_english.json").read_text()
     record = json.loads(text)
-    assert set(record) == {"settings", "provenance", "base", "samples 0", *(f"{name} 0" for name in english.METHODS)}
+    assert set(record) == {"settings", "provenance", "made", "base", "samples 0", *(f"{name} 0" for name in english.METHODS)}
     assert record["samples 0"]["train"]["pairs"] > 0 < record["dpo 0"]["pairs"] and record["rejection 0"]["tokens"] >= 16
     assert all(len(record[name]["greedy"]["all rules"]) == 4 for name in ("base", "sft 0", "dpo 0", "grpo 0", "rejection 0"))
     assert len(record["reward 0"]["held_out"]) == record["samples 0"]["held_out"]["pairs"]

@@ -1,5 +1,6 @@
 """Results on SmolLM2: how a task is chosen, and that a stopped series keeps what is done."""
 
+import asyncio
 import json
 import sys
 
@@ -11,6 +12,7 @@ from grpolab.runs.run import repository
 
 ROOT = repository()
 sys.path.insert(0, str(ROOT / "benchmarks"))
+import report  # noqa: E402
 import smollm2_arithmetic as sums  # noqa: E402
 import smollm2_gym as gym  # noqa: E402
 import smollm2_runs as runs  # noqa: E402
@@ -43,6 +45,33 @@ def test_held_out_tasks_are_not_among_those_to_practise_on():
     assert check(row.task.answer, rollout("eos")) and not check(row.task.answer, rollout("length"))
     said = f"It is {row.task.answer}"
     assert not check(said, rollout("eos")) and gym.score(said, row, rollout("eos")) > 0
+
+
+@pytest.mark.full
+def test_every_way_to_teach_a_task_of_reasoning_gym_is_recorded(monkeypatch, tmp_path):
+    """The whole series on the embedded model in SmolLM2's place, in this process; by the score every second answer is right."""
+    pytest.importorskip("reasoning_gym")
+    paid, short = iter(range(10**6)), {"steps": 2, "warmup": 0, "batch_size": 4}
+    small = {"CANDIDATES": {"chain_sum": gym.CANDIDATES["chain_sum"]}, "PRACTICE": 12, "HELD_OUT": 4, "LOOKED_AT": 4,
+             "SHOTS": 1, "RATES": (0.0, 1.0), "NEW_TOKENS": 4, "SFT": gym.SFT | short, "RESULTS": tmp_path / "smollm2_gym.json",
+             "REJECTION": {"rounds": 2, "tasks": 4, "samples": 4, "sft": gym.SFT | short},
+             "GRPO": gym.GRPO | {"steps": 2, "warmup": 0, "prompts_per_step": 2, "group_size": 2, "max_new_tokens": 4},
+             "score": lambda text, row, rollout: float(next(paid) % 2)}
+    for name, value in small.items():
+        monkeypatch.setattr(gym, name, value)
+    for name, value in {"MODEL": "tiny", "DTYPE": "float32", "words": lambda doc: ["0", "1"]}.items():
+        monkeypatch.setattr(runs, name, value)
+    works = {"looks": gym.looks, "base": gym.base}
+    monkeypatch.setattr(runs, "in_process", lambda script, name, *words: json.loads(json.dumps(asyncio.run(
+        works[name](*words) if name in works else gym.one(name, *words)))))
+    gym.main()
+    record = json.loads((tmp_path / "smollm2_gym.json").read_text())
+    assert {f"{way} {seed}" for way in gym.WAYS for seed in (0, 1)} <= set(record)
+    first, both = record["rejection 0"]["kept"]
+    assert record["rejection 0"]["rollouts"] == 32 and 0 < first < both <= 16 < record["rejection 0"]["tokens"]
+    _, _, rows, gaps = report.gym(record, tmp_path)
+    assert [row["policy"] for row in rows] == ["before", *(name for name in report.GYM.values() for _ in range(2))]
+    assert [gap["seed"] for gap in gaps] == ["0", "1", "over the seeds"] * 2
 
 
 def test_no_demonstration_is_practised_on_or_held_out():
