@@ -498,6 +498,7 @@ async def test_one_interrupt_lets_the_step_end_and_a_second_ends_the_process(cap
             raise
 
     monkeypatch.setattr(commands.os, "_exit", statuses.append)
+    before = signal.getsignal(signal.SIGINT)
     for again in (False, True):
         working = asyncio.ensure_future(commands.until_interrupted(step()))
         await asyncio.sleep(0.05)
@@ -508,6 +509,7 @@ async def test_one_interrupt_lets_the_step_end_and_a_second_ends_the_process(cap
         with pytest.raises(asyncio.CancelledError):
             await working
         assert statuses == [130] * again and len(ended) == 1 + again
+        assert signal.getsignal(signal.SIGINT) == before  # the loop lives on, as one that nest_asyncio patched does
     said = capsys.readouterr().err
     assert said.count("again for at once") == 2 and said.count("interrupted twice") == 1
 

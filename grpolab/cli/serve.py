@@ -19,6 +19,7 @@ from grpolab.env.process import Isolation
 from grpolab.env.server import serve_forever
 from grpolab.env.session import ServeLimits
 from grpolab.env.worker import load_factory
+from grpolab.signals import at_signals
 
 
 @dataclass(frozen=True)
@@ -118,13 +119,12 @@ class ServePolicy:
     async def serve(self, sampler, token: str | None) -> None:
         from grpolab.serve.service import serve_policy
 
-        stop, loop = asyncio.Event(), asyncio.get_running_loop()
-        for number in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(number, stop.set)
-        async with sampler, serve_policy(
-            sampler, name=self.name, host=self.address.host, port=self.address.port, token=token, seed=self.seed,
-            max_sessions=self.max_sessions, weights=self.weights, adapters=self.adapters,
-            constrained=self.constrained,
-        ) as service:
-            print(f"serving {service.name} at {service.url}/v1", flush=True)
-            await stop.wait()
+        stop = asyncio.Event()
+        with at_signals(stop.set, signal.SIGTERM, signal.SIGINT):
+            async with sampler, serve_policy(
+                sampler, name=self.name, host=self.address.host, port=self.address.port, token=token, seed=self.seed,
+                max_sessions=self.max_sessions, weights=self.weights, adapters=self.adapters,
+                constrained=self.constrained,
+            ) as service:
+                print(f"serving {service.name} at {service.url}/v1", flush=True)
+                await stop.wait()

@@ -36,6 +36,7 @@ from grpolab.models.load import Policy, load_policy
 from grpolab.models.lora import ATTENTION, LoRA
 from grpolab.runs.run import Run, seed_everything
 from grpolab.runs.selection import SCORE, Selection
+from grpolab.signals import at_signals
 from grpolab.train import distributed
 from grpolab.train.dpo import DPOConfig, dpo
 from grpolab.train.grpo import GRPOConfig, grpo
@@ -223,7 +224,7 @@ class Training:
 async def until_interrupted(work: Coroutine) -> None:
     """Do the work. The first Ctrl-C cancels it, which ends with the step in progress, a second one ends the process at once:
     what lies on the disk is whole, since files are renamed into place."""
-    task, loop = asyncio.ensure_future(work), asyncio.get_running_loop()
+    task = asyncio.ensure_future(work)
 
     def interrupt() -> None:
         if task.cancelling():
@@ -233,8 +234,8 @@ async def until_interrupted(work: Coroutine) -> None:
             print("interrupted: the step in progress ends first; again for at once", file=sys.stderr, flush=True)
             task.cancel()
 
-    loop.add_signal_handler(signal.SIGINT, interrupt)
-    await task
+    with at_signals(interrupt, signal.SIGINT):
+        await task
 
 
 @contextlib.contextmanager

@@ -30,6 +30,7 @@ from grpolab.env.process import importable
 from grpolab.env.protocol import MAX_MESSAGE_BYTES
 from grpolab.env.session import Hosting, ServeOptions, Session
 from grpolab.env.worker import load_factory
+from grpolab.signals import at_signals
 
 _wire_log = logging.getLogger("grpolab.env.wire")
 _wire_log.setLevel(logging.CRITICAL)  # refused handshakes and dropped peers are no errors here
@@ -190,9 +191,7 @@ async def serve(env_factory: Callable[..., Any] | str, **options: Any) -> AsyncI
 async def serve_forever(env_factory: Callable[..., Any] | str, **options: Any) -> None:
     """`serve` until SIGTERM or SIGINT, then shut down in order; a start that is under way is given up. Prints the URL once
     it listens."""
-    for number in (signal.SIGTERM, signal.SIGINT):
-        asyncio.get_running_loop().add_signal_handler(number, asyncio.current_task().cancel)
-    with contextlib.suppress(asyncio.CancelledError):
+    with contextlib.suppress(asyncio.CancelledError), at_signals(asyncio.current_task().cancel, signal.SIGTERM, signal.SIGINT):
         async with serve(env_factory, **options) as server:
             most = server.options.max_sessions
             print(f"serving {server.hosting.name} at {server.url} to at most {most} sessions", flush=True)
