@@ -196,9 +196,11 @@ def test_grpo_takes_rows_and_a_reward_of_ones_own_and_is_selected_by_it(tmp_path
 @pytest.mark.parametrize("flags, says", [
     (["--select-every", "5"], "add --held-out-data FILE, or --held-out N"),
     (["--fixed-prompts", "english"], "needs --select-every"),
-    (["--held-out", "3", "--held-out-data", "x.jsonl"], "not both"), (["--select-every", "-1"], "start at 0"),
-    (["--held-out", "3", "--data", "rows.jsonl"], "give --held-out-data"),
-    (["--held-out", "5000", "--ops", "+", "--max-operand", "9"], "key space"),
+    (["--held-out", "3"], "add it, or leave --held-out"),
+    (["--held-out", "3", "--held-out-data", "x.jsonl", "--select-every", "5"], "not both"),
+    (["--select-every", "-1"], "start at 0"),
+    (["--held-out", "3", "--data", "rows.jsonl", "--select-every", "5"], "give --held-out-data"),
+    (["--held-out", "5000", "--ops", "+", "--max-operand", "9", "--select-every", "5"], "key space"),
     (["--data", "rows.jsonl", "--held-out-data", "rows2.jsonl", "--select-every", "2"], "rows2.jsonl, row 1.*no number"),
 ])
 def test_what_cannot_be_held_out_is_refused(tmp_path, monkeypatch, capsys, flags, says):

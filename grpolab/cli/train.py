@@ -151,6 +151,9 @@ class Training:
         if self.select_every and not (self.held_out_data or self.held_out or self.fixed_prompts):
             raise UsageError("--select-every measures on what is held out: add --held-out-data FILE, or --held-out N where "
                              "the command has it")
+        if (self.held_out_data or self.held_out) and not self.select_every and self.method != "sft":
+            raise UsageError("what is held out is measured every --select-every N steps: add it, or leave --held-out and "
+                             "--held-out-data")
         if self.push_to_hub and not self.print_config:
             publish.check_hub(self.push_to_hub)
 
