@@ -1,6 +1,7 @@
 import asyncio
 import contextlib
 import json
+import signal
 import time
 
 import psutil
@@ -21,7 +22,7 @@ from grpolab.env.protocol import (
     ServerError,
     SessionLost,
 )
-from grpolab.env.server import serve
+from grpolab.env.server import serve, serve_forever
 from grpolab.env.session import ServeOptions
 
 
@@ -367,3 +368,12 @@ async def test_a_client_that_reopens_at_once_is_never_refused():
                 await raw.recv()
                 await raw.send(protocol.CLOSE)
         assert EchoEnv.most == 1
+
+
+async def test_a_server_that_was_stopped_gives_its_signals_back(capsys):
+    before = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)]
+    serving = asyncio.ensure_future(serve_forever(EchoEnv))
+    await eventually(lambda: "serving" in capsys.readouterr().out, SOON)
+    signal.raise_signal(signal.SIGTERM)
+    await asyncio.wait_for(serving, SOON)
+    assert [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)] == before
