@@ -111,7 +111,7 @@ def read_json(source: str | Path | Iterable, check: Callable[[Any], T] = lambda 
 # --- GSM8K ------------------------------------------------------------------------------------------------------------
 
 # Bounded repetitions: a text costs as much as its length, whatever a model writes.
-_NUMBER = re.compile(r"(?:(?<![\w)])[-\u2212])?\$?"
+_NUMBER = re.compile(r"(?:(?<![\w)])\$?[-\u2212])?\$?"
                      r"(?:(?:[0-9]{1,3}(?:,[0-9]{3}){1,10}|[0-9]{1,60})(?:\.[0-9]{1,30})?|(?<![\w.])\.[0-9]{1,30})"
                      r"(?:[eE][-+]?[0-9]{1,3}\b)?")
 _FINAL = "####"  # GSM8K's mark before the final answer (arXiv 2110.14168)

@@ -73,10 +73,10 @@ def test_a_completion_is_a_text_or_messages(target):
     assert not tasks.shows_completion(row)
 
 
-@pytest.mark.parametrize("text, number", [
+@pytest.mark.parametrize("text, number", [("#### $-5", "-5"), 
     ("so 3 + 4 = 7.", "7"), ("#### 1,234", "1234"), ("first 5\n#### -2 apples, of 9", "-2"), ("it costs $18.50", "18.50"),
     ("12,34", "34"), pytest.param("9" * 2_000_000 + " 5", "5", id="long"),
-    ("\u22125", "-5"), ("####", None), ("none", None), ("#### x 5", None), ("1 2 #### 3 #### 4", "4"),
+    ("#### $-5", "-5"), ("\u22125", "-5"), ("####", None), ("none", None), ("#### x 5", None), ("1 2 #### 3 #### 4", "4"),
     ("it takes 3-5", "5"), ("(-5)", "-5"), (str(1e-05), "0.00001"), ("some 2E3", "2000"), ("3e", "3"),
     ("it costs .5", "0.5"), ("about $.50", "0.50"), ("-.25", "-0.25"), ("#### .5", "0.5"), ("it ends...5", "5"),
 ])
