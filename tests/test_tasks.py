@@ -73,7 +73,7 @@ def test_a_completion_is_a_text_or_messages(target):
     assert not tasks.shows_completion(row)
 
 
-@pytest.mark.parametrize("text, number", [("#### $-5", "-5"), 
+@pytest.mark.parametrize("text, number", [
     ("so 3 + 4 = 7.", "7"), ("#### 1,234", "1234"), ("first 5\n#### -2 apples, of 9", "-2"), ("it costs $18.50", "18.50"),
     ("12,34", "34"), pytest.param("9" * 2_000_000 + " 5", "5", id="long"),
     ("#### $-5", "-5"), ("\u22125", "-5"), ("####", None), ("none", None), ("#### x 5", None), ("1 2 #### 3 #### 4", "4"),
