@@ -13,6 +13,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from grpolab.files import atomic_write, source_commit
+from grpolab.syntax import parse_python
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
@@ -43,7 +44,7 @@ def code_hash(room: Path) -> str:
     """Of the syntax of a room's modules without docstrings, so that prose and comments do not count, and of its C++."""
     whole = hashlib.sha256()
     for path in sorted(room.rglob("*.py")):
-        tree = ast.parse(path.read_text())
+        tree = parse_python(path.read_text())
         for node in ast.walk(tree):
             if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)) and ast.get_docstring(node):
                 node.body = node.body[1:]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import difflib
-import gc
 import sys
 import traceback
 from importlib import import_module
@@ -14,6 +13,7 @@ import tyro
 from grpolab.cli import UsageError
 from grpolab.env.protocol import EnvError
 from grpolab.files import is_full
+from grpolab.syntax import without_collection
 
 COMMANDS = {  # name: (module in grpolab.cli, its class, what it does); a module is imported when its command is called
     "run": ("run", "Run", "execute notebooks, all of them or those named"),
@@ -99,15 +99,8 @@ def remedy(name: str, error: Exception) -> str:
 
 def parse(name: str, command: type, arguments: list[str]):
     """A command's dataclass from its arguments; SystemExit with status 2 where they do not fit, 0 after --help."""
-    # tyro reads the options' sentences from the source, and Python 3.11's ast.parse fails ("AST constructor recursion depth
-    # mismatch") where a garbage collection in the midst of it ends in another one, as a finaliser's traceback does.
-    collecting = gc.isenabled()
-    gc.disable()
-    try:
+    with without_collection():  # tyro parses the source for the options' sentences
         return tyro.cli(command, prog=f"grpolab {name}", args=arguments)
-    finally:
-        if collecting:
-            gc.enable()
 
 
 def usage() -> str:

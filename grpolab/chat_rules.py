@@ -1,7 +1,7 @@
 """Rules that a program checks in a chat answer: does it stop, is it English, has it the form that was asked for?
 
 `checks(row)` reads a row's own rules; each is a function of a completion's text and its rollout. Nothing that a model wrote
-is run: code is parsed (`ast.parse`), JSON is read. A row of chat has a `kind` and any of these:
+is run: code is parsed, JSON is read. A row of chat has a `kind` and any of these:
 
     "words": 20          at most so many words                   "code": "add"       Python that parses and defines it
     "sentences": 2       so many sentences                       "keys": ["a", "b"]  one JSON object with these keys
@@ -23,6 +23,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from grpolab.checker import check_answer, integer_answer, parse_boxed_answer
+from grpolab.syntax import parse_python
 
 if TYPE_CHECKING:  # torch stays out of what only reads texts
     from grpolab.rollouts import Rollout
@@ -114,7 +115,7 @@ def defines(text: str, name: str) -> bool:
     than a docstring or `pass`. It is parsed and never run."""
     try:
         with warnings.catch_warnings(action="ignore"):
-            tree = ast.parse(unfenced(text))
+            tree = parse_python(unfenced(text))
     except (SyntaxError, ValueError, RecursionError, MemoryError):
         return False
     ends = [node.body[-1] for node in tree.body if isinstance(node, ast.FunctionDef) and node.name == name]

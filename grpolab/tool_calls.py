@@ -21,6 +21,8 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from grpolab.syntax import parse_python
+
 MAX_CALLS = 32  # of one turn; more are left as text
 MAX_DEPTH = 64  # of a JSON value: OpenEnv's server ends a session over one that is nested beyond its own reader's depth
 
@@ -187,7 +189,7 @@ def _pythonic_calls(body: str) -> tuple[ToolCall, ...]:
     """[f(a=1), g(b="x")]: names and literal keyword arguments, read by `ast` and not evaluated."""
     try:
         body = body.removesuffix("<|python_end|>")
-        tree = ast.parse(body if len(body) <= MAX_PYTHON else "", mode="eval").body
+        tree = parse_python(body if len(body) <= MAX_PYTHON else "", mode="eval").body
         whole = ast.get_source_segment(body, tree) == body and isinstance(tree, ast.List)  # not in parentheses
         if not whole or any(t.type == tokenize.COMMENT for t in tokenize.generate_tokens(io.StringIO(body).readline)):
             raise ValueError("no list of calls alone")

@@ -14,6 +14,7 @@ import re
 from grpolab.arithmetic import Problem, Task
 from grpolab.checker import check_answer, parse_boxed_answer
 from grpolab.env.protocol import InvalidAction, StepResult, check_counts, whole
+from grpolab.syntax import parse_python
 
 MAX_CHARACTERS = 100
 MAX_DIGITS = 12  # of one number in an expression
@@ -42,7 +43,7 @@ def calculate(expression: str) -> int:
     if re.search(rf"[0-9]{{{MAX_DIGITS + 1}}}", text):
         raise ExpressionError(f"a number of more than {MAX_DIGITS} digits")
     try:
-        tree = ast.parse(re.sub(r"\b0+(?=[0-9])", "", text), mode="eval")  # Python refuses leading zeros
+        tree = parse_python(re.sub(r"\b0+(?=[0-9])", "", text), mode="eval")  # Python refuses leading zeros
     except (SyntaxError, MemoryError):
         raise ExpressionError("numbers are joined by + - * and pairs of parentheses") from None
     value = _value(tree.body)
