@@ -38,7 +38,7 @@ sys.path.insert(0, str(HERE))
 import smollm2_runs as runs  # noqa: E402
 
 from grpolab import Sampler, SamplingParams, load_policy  # noqa: E402
-from grpolab.chat import Example, prompt_ids  # noqa: E402
+from grpolab.chat import prompt_ids  # noqa: E402
 from grpolab.chat_rules import share_kept, verdicts  # noqa: E402
 from grpolab.files import data_path  # noqa: E402
 from grpolab.models.lora import ATTENTION, LoRA  # noqa: E402
@@ -130,10 +130,6 @@ def pairs_file(name: str, seed: int) -> Path:
     return FOLDER / f"pairs_{name}_{seed}.jsonl"
 
 
-def demonstration(prompt: Sequence[int], completion: Example) -> Example:
-    return Example((*prompt, *completion.ids), (0,) * len(prompt) + tuple(completion.mask))
-
-
 async def trained(rows) -> dict:
     """Run a training to its end: every fifth step's numbers, and the seconds."""
     began, shown = time.perf_counter(), []
@@ -147,7 +143,7 @@ async def trained(rows) -> dict:
 
 async def imitated(seed: int) -> dict:
     policy, pairs = load(seed), read_pairs(pairs_file("train", seed))
-    shown = list({(p.prompt, p.chosen.ids): demonstration(p.prompt, p.chosen) for p in pairs}.values())
+    shown = list({(p.prompt, p.chosen.ids): runs.demonstration(p.prompt, p.chosen.ids, p.chosen.mask) for p in pairs}.values())
     found = await trained(sft(policy, shown, SFTConfig(seed=seed, **BUDGET, **SETTINGS["sft"])))
     return found | {"shown": len(shown)} | await measure(policy)
 
@@ -202,7 +198,7 @@ async def rejected(seed: int, tokens: int) -> dict:
                 used, completions = used + sum(len(r.tokens) for r in group), completions + len(group)
                 if len(set(group.rewards)) > 1:
                     right = list({r.tokens: r for r in group if r.reward == 1}.values())[: recipe["kept_per_prompt"]]
-                    shown += [demonstration(r.prompt, Example(r.tokens, r.mask)) for r in right]
+                    shown += [runs.demonstration(r.prompt, r.tokens, r.mask) for r in right]
         about.append({"completions": completions, "shown": len(shown)})
         print(seed, about[-1], file=sys.stderr, flush=True)
         if shown:

@@ -154,8 +154,7 @@ async def reinforced(policy, practice: list[Shown], seed: int) -> dict:
 
 def example(policy, row: Shown, answer: Sequence[int]) -> Example:
     """A task and the tokens of an answer, which alone is imitated."""
-    prompt = prompt_ids(policy.tokenizer, row.prompt)
-    return Example((*prompt, *answer), (0,) * len(prompt) + (1,) * len(answer))
+    return runs.demonstration(prompt_ids(policy.tokenizer, row.prompt), answer, (1,) * len(answer))
 
 
 async def imitate(policy, examples: list[Example], recipe: dict, seed: int) -> None:

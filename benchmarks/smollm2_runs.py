@@ -22,7 +22,7 @@ import torch  # noqa: E402
 from lora import forget_peak, memory  # noqa: E402
 
 from grpolab import Sampler, SamplingParams  # noqa: E402
-from grpolab.chat import prompt_ids  # noqa: E402
+from grpolab.chat import Example, prompt_ids  # noqa: E402
 from grpolab.evaluate import mean_interval, wilson  # noqa: E402
 from grpolab.tasks import prompt_of  # noqa: E402
 from grpolab.train import GRPOConfig, grpo  # noqa: E402
@@ -70,6 +70,11 @@ def in_process(script: str, *words: str) -> dict:
     if done.returncode:
         raise RuntimeError(f"{Path(script).name} {' '.join(words)} failed with status {done.returncode}")
     return json.loads(done.stdout.splitlines()[-1])
+
+
+def demonstration(prompt: Sequence[int], tokens: Sequence[int], mask: Sequence[int]) -> Example:
+    """A prompt with a completion of which the tokens with mask 1 are imitated."""
+    return Example((*prompt, *tokens), (0,) * len(prompt) + tuple(mask))
 
 
 async def said(policy, rows: Sequence[Any], new_tokens: int, *, greedy: bool = True, temperature: float = 1.0

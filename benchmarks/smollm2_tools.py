@@ -37,7 +37,6 @@ sys.path.insert(0, str(HERE))
 import smollm2_runs as runs  # noqa: E402
 
 from grpolab import GrpoPool, Sampler, SamplingParams, load_policy  # noqa: E402
-from grpolab.chat import Example  # noqa: E402
 from grpolab.env.pool import rollout_seed  # noqa: E402
 from grpolab.models.lora import ATTENTION, LoRA  # noqa: E402
 from grpolab.runs.run import Run  # noqa: E402
@@ -260,7 +259,7 @@ async def rejected(seed: int, rounds: int, tokens: int) -> dict:
                     rewarded = [e for e in played[each * i : each * (i + 1)] if e.rollout.reward == 1]
                     if 0 < len(rewarded) < each:
                         r = rewarded[0].rollout
-                        own.append(Example((*r.prompt, *r.tokens), ((0,) * len(r.prompt) + tuple(r.mask))))
+                        own.append(runs.demonstration(r.prompt, r.tokens, r.mask))
                         kept.append(called(rewarded[0], task))
         config = SFTConfig(seed=seed, **recipe["sft"] | {"steps": recipe["sft"]["steps"] // rounds})
         if own:

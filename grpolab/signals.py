@@ -20,4 +20,5 @@ def at_signals(call: Callable[[], object], *numbers: int) -> Iterator[None]:
     finally:
         for number, handler in before.items():
             loop.remove_signal_handler(number)
-            signal.signal(number, handler)
+            if handler is not None:  # one that was installed in C cannot be put back from here
+                signal.signal(number, handler)

@@ -10,6 +10,8 @@ from env_harness import SOON, AsyncEchoEnv, EchoEnv, eventually, get, server_pro
 from websockets.asyncio.client import connect
 from websockets.exceptions import ConnectionClosed, InvalidStatus
 
+from grpolab.cli.serve import Address, ServePolicy
+from grpolab.decode.sampler import Sampler
 from grpolab.env import protocol
 from grpolab.env.calculator import CalculatorEnv
 from grpolab.env.client import Deadlines, EnvSession, socket_url
@@ -24,6 +26,7 @@ from grpolab.env.protocol import (
 )
 from grpolab.env.server import serve, serve_forever
 from grpolab.env.session import ServeOptions
+from grpolab.signals import at_signals
 
 
 def port_of(server):
@@ -370,10 +373,21 @@ async def test_a_client_that_reopens_at_once_is_never_refused():
         assert EchoEnv.most == 1
 
 
-async def test_a_server_that_was_stopped_gives_its_signals_back(capsys):
+SERVERS = {"environment": lambda policy: serve_forever(EchoEnv),
+           "policy": lambda policy: ServePolicy("tiny", address=Address(port=0)).serve(Sampler(policy), None)}
+
+
+@pytest.mark.parametrize("server", SERVERS)
+async def test_a_server_that_was_stopped_gives_its_signals_back(server, capsys, tiny):
     before = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)]
-    serving = asyncio.ensure_future(serve_forever(EchoEnv))
+    serving = asyncio.ensure_future(SERVERS[server](tiny))
     await eventually(lambda: "serving" in capsys.readouterr().out, SOON)
     signal.raise_signal(signal.SIGTERM)
     await asyncio.wait_for(serving, SOON)
     assert [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)] == before
+
+
+async def test_a_handler_that_python_cannot_read_is_left_alone(monkeypatch):
+    monkeypatch.setattr(signal, "getsignal", lambda number: None)  # what it says of one that was installed in C
+    with at_signals(print, signal.SIGUSR1):
+        pass
