@@ -9,7 +9,7 @@ import re
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from io import BytesIO
 from pathlib import Path
@@ -113,6 +113,17 @@ def atomic_folder(path: str | Path) -> Iterator[Path]:
     except BaseException:
         shutil.rmtree(partial, ignore_errors=True)
         raise
+
+
+def refuse_other_files(folder: Path, marks: Iterable[str], but: str) -> None:
+    """ValueError where `atomic_folder` would delete what it has not written: `folder` is neither empty nor holds a file of
+    `marks`, or holds folders other than `but`."""
+    parts = sorted(folder.iterdir()) if folder.is_dir() else []
+    known = any((folder / mark).is_file() for mark in marks)
+    others = [part.name for part in parts if not known or part.is_dir() and part.name != but]
+    if others:
+        raise ValueError(f"{folder} holds {', '.join(others[:3])}{', ...' * (len(others) > 3)}, and saving replaces the whole "
+                         "folder: name a new or an empty one, or one that holds a saved model alone")
 
 
 def remove_folder(path: Path) -> None:

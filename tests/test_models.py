@@ -218,6 +218,21 @@ def test_smollm2_from_the_wheel_is_dequantised_once_and_can_be_saved(nothing_cac
     assert (policy.save(tmp_path / "copy") / "model.safetensors").stat().st_size > 3e5
 
 
+@pytest.mark.parametrize("other", ["notes.txt", "data/rows.jsonl", "model/.git/HEAD", "model/onnx/model.onnx"])
+def test_saving_does_not_delete_what_is_no_model(tmp_path, other):
+    policy = load_policy("tiny")
+    policy.save(tmp_path / "model")
+    policy.save(tmp_path / "model")
+    folder = tmp_path / "model" if other.startswith("model") else tmp_path / "work"
+    (tmp_path / "work").mkdir()
+    file = tmp_path / other if other.startswith("model") else folder / other
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text("mine")
+    with pytest.raises(ValueError, match=f"{folder} holds .*saving replaces the whole folder"):
+        policy.save(folder)
+    assert file.read_text() == "mine"
+
+
 def test_the_context_of_a_composite_model_is_that_of_its_text():
     config = AutoConfig.for_model("gemma3")
     assert not hasattr(config, "max_position_embeddings")

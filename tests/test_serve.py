@@ -6,6 +6,7 @@ import gc
 import http.client
 import json
 import random
+import signal
 import threading
 import time
 import weakref
@@ -15,11 +16,13 @@ from urllib.parse import urlsplit
 import openai
 import pytest
 import torch
+from env_harness import SOON, eventually
 from openai import AsyncOpenAI, OpenAI
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
 
 from grpolab.chat import prompt_ids, user
+from grpolab.cli.serve import Address, ServePolicy
 from grpolab.decode.sampler import Sampler
 from grpolab.decode.sampling import SamplingParams
 from grpolab.models.load import Policy
@@ -554,3 +557,12 @@ async def test_what_echo_refuses(tiny, options, said):
         async with AsyncOpenAI(base_url=session.url, api_key="-", max_retries=0) as recorded:
             with pytest.raises(openai.BadRequestError, match="outside of it"):
                 await complete(recorded, [5, 6], max_tokens=0, logprobs=0, echo=True)
+
+
+async def test_a_served_policy_that_was_stopped_gives_its_signals_back(capsys, tiny):
+    before = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)]
+    serving = asyncio.ensure_future(ServePolicy("tiny", address=Address(port=0)).serve(Sampler(tiny), None))
+    await eventually(lambda: "serving" in capsys.readouterr().out or serving.done() and serving.result(), SOON)
+    signal.raise_signal(signal.SIGTERM)
+    await asyncio.wait_for(serving, SOON)
+    assert [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)] == before

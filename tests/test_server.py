@@ -10,8 +10,6 @@ from env_harness import SOON, AsyncEchoEnv, EchoEnv, eventually, get, server_pro
 from websockets.asyncio.client import connect
 from websockets.exceptions import ConnectionClosed, InvalidStatus
 
-from grpolab.cli.serve import Address, ServePolicy
-from grpolab.decode.sampler import Sampler
 from grpolab.env import protocol
 from grpolab.env.calculator import CalculatorEnv
 from grpolab.env.client import Deadlines, EnvSession, socket_url
@@ -373,14 +371,9 @@ async def test_a_client_that_reopens_at_once_is_never_refused():
         assert EchoEnv.most == 1
 
 
-SERVERS = {"environment": lambda policy: serve_forever(EchoEnv),
-           "policy": lambda policy: ServePolicy("tiny", address=Address(port=0)).serve(Sampler(policy), None)}
-
-
-@pytest.mark.parametrize("server", SERVERS)
-async def test_a_server_that_was_stopped_gives_its_signals_back(server, capsys, tiny):
+async def test_a_server_that_was_stopped_gives_its_signals_back(capsys):
     before = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)]
-    serving = asyncio.ensure_future(SERVERS[server](tiny))
+    serving = asyncio.ensure_future(serve_forever(EchoEnv))
     await eventually(lambda: "serving" in capsys.readouterr().out, SOON)
     signal.raise_signal(signal.SIGTERM)
     await asyncio.wait_for(serving, SOON)

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from grpolab.chat import CHAT_TEMPLATE
-from grpolab.files import atomic_folder, data_path
+from grpolab.files import atomic_folder, data_path, refuse_other_files
 from grpolab.models import lora
 from grpolab.models.lora import LoRA
 from grpolab.models.smollm2 import SMOLLM2, refuse_gaps, smollm2_source
@@ -91,7 +91,7 @@ class Policy:
 
     def save(self, folder: str | Path) -> Path:
         """Model (safetensors; with an adapter that alone, in peft's form), tokenizer and provenance.json in one folder that
-        `load_policy` reads; replaced as a whole or not at all."""
+        `load_policy` reads; replaced as a whole or not at all. ValueError for a folder that holds anything but a model."""
         with self.lock:
             critic = getattr(self.model, "critic", None)  # PPO's, beside the model while it trains
             if critic is None:
@@ -103,6 +103,7 @@ class Policy:
                 self.model.add_module("critic", critic)
 
     def _save(self, folder: str | Path) -> Path:
+        refuse_other_files(Path(folder), ("config.json", "adapter_config.json"), but="additional_chat_templates")
         adapted = bool(lora.layers(self.model))
         if adapted and (Path(folder) / "config.json").is_file() and lora.is_base(self.model, Path(folder)):
             raise ValueError(f"{folder} holds the model of this adapter, which would be lost: save it elsewhere")
