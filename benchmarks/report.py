@@ -519,8 +519,8 @@ def administration(found: dict, results: Path) -> list:
     return [f"Tasks of the tiers {' and '.join(tiers)} in simulated AWS accounts, one command an episode; in two turns the "
             f"policy reads the output of its first command and may write a second one. {settings['model']} in "
             f"{settings['dtype']}; SFT on {settings['demonstrations']} reference solution of each template. Of each tier "
-            f"{settings['held_out']} held-out instances a set, whose words occur nowhere in training, answered greedily and "
-            f"{settings['samples']} times at temperature 1. The sets share a few instances: the second was measured halfway "
+            f"{settings['held_out']} held-out instances a set, with no value that training has in a slot of its kind, answered "
+            f"greedily and {settings['samples']} times at temperature 1. The sets share a few: the second was measured halfway "
             "and after the recipe of two turns, the third was sampled after the hyperparameters were frozen. Rejection "
             "sampling was run for the short recipe alone, in the next section.", rows, below(10, gains)]
 
@@ -557,7 +557,8 @@ def administration_over_seeds(found: dict, results: Path) -> list:
                 without[template in other["without"]].append((int(flag), template))
 
     over = []
-    for a, b in (("grpo", "sft"), ("rejection", "sft"), ("many", "sft"), ("grpo", "rejection"), ("grpo", "many")):
+    for a, b in (("grpo", "sft"), ("rejection", "sft"), ("many", "sft"), ("grpo", "rejection"), ("grpo", "many"),
+                 ("many", "rejection")):
         seeds = [seed for _, seed, _ in runs_of(found, a) if f"{b} {seed}" in found]
         if len(seeds) > 1:
             each = [ahead(found[f"{b} {seed}"]["after"], found[f"{a} {seed}"]["after"]) for seed in seeds]

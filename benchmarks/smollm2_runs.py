@@ -41,12 +41,14 @@ def words(doc: str) -> list[str]:
 
 class Record:
     """A JSON file of named entries; `keep` writes it at once, so that a series that is stopped has lost one run at most.
-    Entries of other `settings` are forgotten. `made` holds what code made each, since they are made one by one."""
+    ValueError for a file of other `settings`. `made` holds what code made each entry, since they are made one by one."""
 
     def __init__(self, path: Path, settings: dict):
         self.path, settings = path, json.loads(json.dumps(settings))
-        found = json.loads(path.read_text()) if path.exists() else {}
-        self.content = found if found.get("settings") == settings else {"settings": settings}
+        self.content = found = json.loads(path.read_text()) if path.exists() else {"settings": settings}
+        other = [key for key in settings | found["settings"] if settings.get(key) != found["settings"].get(key)]
+        if other:
+            raise ValueError(f"{path} was measured with other settings ({', '.join(other)}): remove it to measure all anew")
         earlier = {name: {"provenance": found.get("provenance")} for name in self.content
                    if name not in ("settings", "provenance", "made")}
         self.content["made"] = earlier | self.content.get("made", {})

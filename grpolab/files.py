@@ -10,7 +10,7 @@ import shutil
 import subprocess
 import tempfile
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from io import BytesIO
 from pathlib import Path
 
@@ -59,6 +59,9 @@ def naming(path: Path) -> Iterator[None]:
 def append(path: Path, text: str) -> None:
     """Add text to a file: all of it, or an OSError, and the file is as it was."""
     with naming(path), open(path, "r+b", buffering=0) as file:
+        with suppress(OSError):  # where the file system knows locks; no other process then adds in between
+            if fcntl is not None:
+                fcntl.flock(file, fcntl.LOCK_EX)
         size = file.seek(0, os.SEEK_END)
         try:
             left = memoryview(text.encode())
@@ -71,7 +74,8 @@ def append(path: Path, text: str) -> None:
 
 def atomic_write(path: str | Path, content: str | bytes) -> Path:
     """Write `content` beside `path`, flush it to the disk, then rename it into place."""
-    path = Path(path)
+    given, path = Path(path), Path(path).resolve()  # a symbolic link stays
+    mode = path.stat().st_mode & 0o777 if path.is_file() else 0o644
     path.parent.mkdir(parents=True, exist_ok=True)
     handle, partial = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".partial")
     try:
@@ -79,23 +83,28 @@ def atomic_write(path: str | Path, content: str | bytes) -> Path:
             file.write(content.encode() if isinstance(content, str) else content)
             file.flush()
             os.fsync(file.fileno())
-        os.chmod(partial, 0o644)
+        os.chmod(partial, mode)
         os.replace(partial, path)
     except BaseException:
         Path(partial).unlink(missing_ok=True)
         raise
-    return path
+    return given
 
 
 @contextmanager
-def atomic_folder(path: str | Path) -> Iterator[Path]:
-    """A fresh folder to fill; it takes the place of `path` when the block ends well, and vanishes when it does not."""
+def atomic_folder(path: str | Path, ours: Iterable[str] | None = None) -> Iterator[Path]:
+    """A fresh folder to fill; it takes the place of `path` when the block ends well, and vanishes when it does not. With
+    `ours`, patterns of file names, it is one of a saved model, and ValueError says what else the folder at `path` holds."""
     path = Path(path).resolve()  # a symbolic link stays, and what it points to is replaced
+    if path.exists() and not path.is_dir():
+        raise FileExistsError(errno.EEXIST, "a file is there, and a folder would be written", str(path))
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = Path(tempfile.mkdtemp(dir=path.parent, prefix=f".{path.name}.", suffix=".partial"))
     try:
         with naming(path):
             yield partial
+        if ours is not None:
+            _refuse_others(path, partial, ours)
         for file in partial.rglob("*"):
             if file.is_file():
                 with open(file, "rb") as f:
@@ -115,20 +124,27 @@ def atomic_folder(path: str | Path) -> Iterator[Path]:
         raise
 
 
-def refuse_other_files(folder: Path, marks: Iterable[str], but: str) -> None:
-    """ValueError where `atomic_folder` would delete what it has not written: `folder` is neither empty nor holds a file of
-    `marks`, or holds folders other than `but`."""
-    parts = sorted(folder.iterdir()) if folder.is_dir() else []
-    known = any((folder / mark).is_file() for mark in marks)
-    others = [part.name for part in parts if not known or part.is_dir() and part.name != but]
+def _refuse_others(path: Path, partial: Path, ours: Iterable[str]) -> None:
+    """ValueError where `path` holds what has no counterpart in `partial` and no name of ours, or no weights at all."""
+    parts = sorted(path.iterdir()) if path.is_dir() else []
+    weights = any(part.suffix == ".safetensors" for part in parts)
+    others = [part.name for part in parts
+              if not weights or not (partial / part.name).exists() and not any(part.match(name) for name in ours)]
     if others:
-        raise ValueError(f"{folder} holds {', '.join(others[:3])}{', ...' * (len(others) > 3)}, and saving replaces the whole "
+        raise ValueError(f"{path} holds {', '.join(others[:3])}{', ...' * (len(others) > 3)}, and saving replaces the whole "
                          "folder: name a new or an empty one, or one that holds a saved model alone")
 
 
 def remove_folder(path: Path) -> None:
     """Remove a folder, so that a kill leaves it whole or not at all: under another name, .<name>.gone.partial, at most."""
     shutil.rmtree(_renamed(path), ignore_errors=True)
+
+
+def restore_folder(gone: Path) -> None:
+    """Give a folder of which a kill left only the other name, before the new one was in its place, its name again."""
+    path = gone.with_name(gone.name[1:].removesuffix(".gone.partial"))
+    if gone.name.endswith(".gone.partial") and not path.exists():
+        os.rename(gone, path)
 
 
 def _renamed(path: Path) -> Path:

@@ -200,6 +200,9 @@ def test_speedrun_and_verify_from_the_command_line(tmp_path, monkeypatch, capsys
     (tmp_path / "mine.toml").write_text(RECIPE)
     assert main(["speedrun", str(tmp_path / "mine.toml"), "--out", str(tmp_path / "mine.toml")]) == 1
     assert (tmp_path / "mine.toml").read_text() == RECIPE and "cannot be written" in capsys.readouterr().err
+    (tmp_path / "mine.json").write_text('{"port": 1}')
+    assert main(["speedrun", str(tmp_path / "mine.toml")]) == 1 and "mine.json is no entry" in capsys.readouterr().err
+    (tmp_path / "mine.json").unlink()
     assert main(["speedrun", str(tmp_path / "mine.toml"), "--threads", "1", "--tries", "2"]) in (0, 1)
     assert main(["verify", str(tmp_path / "mine.json")]) == 0
     assert "verified in every bit" in capsys.readouterr().out

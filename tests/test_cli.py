@@ -76,6 +76,9 @@ def test_scout_puts_the_tasks_first_of_which_groups_differ(tmp_path, capsys):
     assert table["groups that differ"].iloc[0].startswith("100.0%") and table["pass@6"].iloc[0].startswith("100.0% [43.9%")
     assert table["groups that differ"].iloc[1].startswith("0.0%") and "no room in the context" in table["not sampled"].iloc[2]
     assert "[3/3] some.jsonl" in capsys.readouterr().out
+    rows = Path(files[1]).read_text()
+    assert main(["scout", "tiny", *files, "--save", files[1]]) == 2 and "a file of tasks" in capsys.readouterr().err
+    assert Path(files[1]).read_text() == rows
     assert main(["scout", "tiny", files[1], "--samples", "1"]) == 2 and "at least 2" in capsys.readouterr().err
     assert main(["scout", "./no/model", files[1]]) == 1 and "answer" in capsys.readouterr().err
 

@@ -1,6 +1,7 @@
 """A fork without a change is the run in every bit; with one, it differs from there on. The step that broke a run is found."""
 
 import asyncio
+import os
 import shutil
 
 import pytest
@@ -65,6 +66,17 @@ def test_one_thing_changed_differs_from_there_on(run, change):
     assert untimed(twin.metrics)[:2] == untimed(run.metrics)[:2]
     assert [r.logps for g in twin.recorder.groups(4) for r in g.group] != [r.logps for g in other for r in g.group]
     assert [r.seed for g in twin.recorder.groups(4) for r in g.group] == [r.seed for g in other for r in g.group]
+
+
+def test_a_fork_of_an_earlier_process_is_moved_aside(run, monkeypatch):
+    before = untimed(forked(run, 3, lr=1e-2).metrics)
+    monkeypatch.setattr("grpolab.runs.run._begun", set())
+    (folder,) = run.folder.glob("fork-*")
+    for path in folder.rglob("*"):
+        os.utime(path, (0, 0))
+    assert untimed(forked(run, 3, lr=5e-4).metrics) != before
+    assert untimed(Run("fork-twin.1", root=run.folder).table().to_dict("records"))[-1]["reward"] == before[-1]["reward"]
+    assert len(list(run.folder.glob("fork-*"))) == 2
 
 
 @pytest.mark.full

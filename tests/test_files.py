@@ -2,6 +2,8 @@
 
 import os
 import resource
+import subprocess
+import sys
 from contextlib import ExitStack
 
 import pytest
@@ -9,7 +11,7 @@ import torch
 from safetensors.torch import save_file
 
 from grpolab import files
-from grpolab.files import append, atomic_folder, atomic_write, data_path, locked, remove_folder
+from grpolab.files import append, atomic_folder, atomic_write, data_path, locked, remove_folder, restore_folder
 
 
 def test_a_write_replaces_the_file_and_leaves_nothing_else(tmp_path):
@@ -92,6 +94,42 @@ def test_a_folder_whose_place_cannot_be_taken_is_still_there(tmp_path, monkeypat
     with pytest.raises(KeyboardInterrupt), atomic_folder(target):
         pass
     assert os.listdir(target) == ["old"] and os.listdir(tmp_path) == ["policy"]
+
+
+def test_a_write_through_a_symbolic_link_keeps_it_and_the_permissions(tmp_path):
+    target, link = tmp_path / "real.csv", tmp_path / "latest.csv"
+    target.write_text("old")
+    target.chmod(0o600)
+    link.symlink_to(target)
+    assert atomic_write(link, "new") == link
+    assert link.is_symlink() and target.read_text() == "new" and target.stat().st_mode & 0o777 == 0o600
+
+
+def test_a_file_is_not_replaced_by_a_folder(tmp_path):
+    (tmp_path / "notes").write_text("mine")
+    with pytest.raises(FileExistsError, match="a file is there"), atomic_folder(tmp_path / "notes"):
+        pass
+    assert (tmp_path / "notes").read_text() == "mine" and os.listdir(tmp_path) == ["notes"]
+
+
+def test_a_kill_between_two_renames_costs_no_folder(tmp_path):
+    (gone := tmp_path / ".policy.gone.partial").mkdir()
+    for _ in range(2):  # the second time it has its name again
+        restore_folder(gone)
+        assert os.listdir(tmp_path) == ["policy"]
+        gone = tmp_path / "policy"
+    (tmp_path / ".policy.gone.partial").mkdir()
+    restore_folder(tmp_path / ".policy.gone.partial")  # the new one is in its place
+    assert sorted(os.listdir(tmp_path)) == [".policy.gone.partial", "policy"]
+
+
+def test_two_processes_that_add_lines_lose_none(tmp_path):
+    (path := tmp_path / "lines").touch()
+    program = ("import sys; from pathlib import Path; from grpolab.files import append\n"
+               "for n in range(4000): append(Path(sys.argv[1]), f'{sys.argv[2]} {n} ' + 'x' * 200 + '\\n')")
+    writers = [subprocess.Popen([sys.executable, "-c", program, str(path), name]) for name in "ab"]
+    assert [writer.wait() for writer in writers] == [0, 0]
+    assert sorted(line[:6].split()[0] for line in path.read_text().splitlines()) == ["a"] * 4000 + ["b"] * 4000
 
 
 def test_a_missing_shipped_file_is_named():

@@ -185,3 +185,14 @@ async def test_another_model_is_refused_and_the_server_goes_on(tmp_path):
             with pytest.raises(RemoteError, match="another model"):
                 await remote.publish()
         assert (await post(service, {"prompt": "2 + 3"}, "/generate"))[0] == 200
+
+
+@pytest.mark.parametrize("bridge", [SharedFile, Mapped])
+async def test_publishing_writes_over_nothing_but_weights(tmp_path, bridge):
+    path = tmp_path / "rows.jsonl"
+    path.write_text("mine" * 2000)
+    async with serve_policy(load_policy("tiny"), weights=path) as service:
+        async with RemoteSampler(service.url, load_policy("tiny"), bridge=bridge(path)) as remote:
+            with pytest.raises((ValueError, RemoteError), match="rows.jsonl holds something else"):
+                await remote.publish()
+    assert path.read_text() == "mine" * 2000

@@ -218,19 +218,28 @@ def test_smollm2_from_the_wheel_is_dequantised_once_and_can_be_saved(nothing_cac
     assert (policy.save(tmp_path / "copy") / "model.safetensors").stat().st_size > 3e5
 
 
-@pytest.mark.parametrize("other", ["notes.txt", "data/rows.jsonl", "model/.git/HEAD", "model/onnx/model.onnx"])
+@pytest.mark.parametrize("other", ["work/notes.txt", "work/config.json", "work/data/rows.jsonl", "model/notes.txt",
+                                   "model/q4.gguf", "model/.git/HEAD"])
 def test_saving_does_not_delete_what_is_no_model(tmp_path, other):
     policy = load_policy("tiny")
     policy.save(tmp_path / "model")
     policy.save(tmp_path / "model")
-    folder = tmp_path / "model" if other.startswith("model") else tmp_path / "work"
-    (tmp_path / "work").mkdir()
-    file = tmp_path / other if other.startswith("model") else folder / other
+    file, folder = tmp_path / other, (tmp_path / other.partition("/")[0])
     file.parent.mkdir(parents=True, exist_ok=True)
     file.write_text("mine")
     with pytest.raises(ValueError, match=f"{folder} holds .*saving replaces the whole folder"):
         policy.save(folder)
-    assert file.read_text() == "mine"
+    assert file.read_text() == "mine" and sorted(p.name for p in tmp_path.iterdir()) == sorted({"model", folder.name})
+
+
+def test_a_policy_is_saved_where_it_is_loaded_from(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    policy = load_policy("tiny")
+    assert policy.save("~/kept") == tmp_path / "home" / "kept" and load_policy("~/kept").name == "kept"
+    with pytest.raises(ValueError, match="'tiny' names a model that is shipped"):
+        policy.save("tiny")
+    assert [p.name for p in tmp_path.iterdir()] == ["home"]
 
 
 def test_the_context_of_a_composite_model_is_that_of_its_text():

@@ -201,6 +201,19 @@ def test_store_puts_the_executed_notebook_in_place(series):
     assert list(whole["notebooks"]) == ["01_fine", "02_other"] and all(m >= 0 for m in whole["notebooks"].values())
 
 
+def test_store_replaces_no_edit_and_removes_no_checkpoint_of_another_run(series, capsys):
+    source = f"open({str(series / '01_fine.ipynb')!r}, 'a').write(' ')\n" + GATE.format(name="01_fine")
+    nbformat.write(small(source), series / "01_fine.ipynb")
+    run = series.parent / "runs" / "01_fine" / "tiny"
+    for place in ("seed-1", "child"):
+        (run / place / "checkpoint-00000001").mkdir(parents=True)
+    before = (series / "01_fine.ipynb").read_text()
+    assert notebooks.run_series(["01"], {}, store=True) == 0
+    assert "not stored: the notebook was edited" in capsys.readouterr().out
+    assert (series / "01_fine.ipynb").read_text() == before + " "
+    assert [path.parent.name for path in run.rglob("checkpoint-*")] == ["seed-1"]
+
+
 @pytest.mark.full
 def test_a_shortened_run_passes_and_is_not_stored(series, capsys):
     source = GATE.format(name="01_fine").replace(".folder)", ".folder, shortened='2 of 9 steps')")

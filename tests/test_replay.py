@@ -206,6 +206,7 @@ def test_the_command_line(run, tmp_path, capsys):
     assert main(["replay", str(run.folder), "0"]) == 1 and "parts at token 0" in capsys.readouterr().out
     for arguments, status, text in (
         ([archive, "0"], 2, "leave them out"), ([archive, "--bundle", "x.zip"], 2, "leave them out"),  # a bundle holds one step
+        ([str(run.folder), "3", "--bundle", __file__], 2, "holds something else"),
         ([str(run.folder), "0", "--rollout", "99"], 1, "step 0 has groups of rollouts 0 to"),
         ([str(tmp_path / "nowhere"), "0"], 1, "neither a run's folder"), ([str(run.folder)], 2, "name the steps"),
     ):

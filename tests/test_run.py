@@ -272,6 +272,22 @@ def test_what_lies_below_a_run_stays_and_what_a_kill_left_goes(tiny, earlier, tm
     assert below.exists() and (tmp_path / "x.1" / "metrics.csv").exists()
 
 
+def test_what_another_process_trained_since_the_run_was_opened_is_moved_aside(tiny, earlier, tmp_path):
+    run = Run("late", root=tmp_path)
+    shutil.copytree(tmp_path / "x", run.folder, dirs_exist_ok=True)
+    for path in run.folder.rglob("*"):
+        os.utime(path)
+    train(fresh(tiny), run, replace(CONFIG, lr=2e-3))
+    assert untimed(Run("late.1", root=tmp_path).table().to_dict("records")) == earlier
+
+
+def test_half_made_pairs_in_a_runs_folder_and_a_policy_that_a_kill_renamed_are_kept(tiny, earlier, tmp_path):
+    (tmp_path / "x" / ".pairs.jsonl.partial").write_text("{}")
+    (tmp_path / "x" / ".policy.gone.partial").mkdir()
+    train(fresh(tiny), Run("x", root=tmp_path))
+    assert (tmp_path / "x" / ".pairs.jsonl.partial").read_text() == "{}" and (tmp_path / "x" / "policy").is_dir()
+
+
 def test_a_start_that_lacks_what_is_trained_now_is_an_error_and_puts_nothing_back(tiny, tmp_path):
     run = Run("x", root=tmp_path)
     tiny.model.requires_grad_(False)

@@ -1,6 +1,7 @@
 """Results on SmolLM2: how a task is chosen, and that a stopped series keeps what is done."""
 
 import asyncio
+import importlib
 import json
 import sys
 
@@ -93,7 +94,7 @@ def test_right_is_the_number_alone_in_an_answer_that_ended():
     assert two[-1]["content"] == "1 + 1" and check("2", rollout("eos")) and not check("-19", rollout("eos"))
 
 
-def test_a_record_keeps_each_entry_at_once_and_forgets_other_settings(tmp_path, monkeypatch):
+def test_a_record_keeps_each_entry_at_once_and_refuses_other_settings(tmp_path, monkeypatch):
     path = tmp_path / "smollm2_r.json"
     runs.Record(path, {"steps": 2, "rates": (0.1, 0.2)}).keep("full 0", {"gain": 1})
     again = runs.Record(path, {"steps": 2, "rates": (0.1, 0.2)})
@@ -104,4 +105,26 @@ def test_a_record_keeps_each_entry_at_once_and_forgets_other_settings(tmp_path, 
     assert kept["full 0"] == {"gain": 1}
     commits = [kept["made"][name]["provenance"]["commit"] for name in ("full 0", "full 1")]
     assert commits[0] != "later" == commits[1] and len(runs.records.parts(kept)) == 2
-    assert "full 0" not in runs.Record(path, {"steps": 3, "rates": (0.1, 0.2)})
+    for other in ({"steps": 3, "rates": (0.1, 0.2)}, {"rates": (0.1, 0.2)}):
+        with pytest.raises(ValueError, match=r"smollm2_r.json was measured with other settings \(steps\)"):
+            runs.Record(path, other)
+    assert json.loads(path.read_text()) == kept
+
+
+class Asked(Exception):
+    """A script has opened its record."""
+
+
+@pytest.mark.parametrize("script, recipe", [("aws", []), ("aws_seeds", []), ("english", []), ("gym", []), ("tools", [])]
+                         + [("arithmetic", [name]) for name in sums.RECIPES])
+def test_a_script_would_go_on_with_its_record(script, recipe, monkeypatch):
+    """Nor does a recorded recipe name an option that has gone: notebook 12 trains by one."""
+    def record(path, settings):
+        assert json.loads(path.read_text())["settings"] == json.loads(json.dumps(settings))
+        raise Asked
+
+    module = importlib.import_module(f"smollm2_{script}")
+    monkeypatch.setattr(runs, "Record", record)
+    monkeypatch.setattr(sys, "argv", [script, *recipe])
+    with pytest.raises(Asked):
+        module.main()

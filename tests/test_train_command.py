@@ -450,6 +450,50 @@ def test_a_full_disk_leaves_the_last_checkpoint_whole_and_the_command_goes_on_fr
     assert list(pd.read_csv(folder / "metrics.csv")["step"]) == [0, 1, 2, 3]
 
 
+def test_an_interrupt_in_the_last_step_keeps_the_steps_until_the_policy_is_saved(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    folder, real = tmp_path / "runs" / "cli_sft" / "tiny", commands.Run.log
+
+    def interrupted(run, row):
+        if row["step"] == 3:
+            signal.raise_signal(signal.SIGINT)
+        return real(run, row)
+
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(commands.Run, "log", interrupted)
+        assert main(QUICK) == 130
+    assert [p.name for p in folder.glob("checkpoint-*")] == ["checkpoint-00000004"] and not (folder / "policy").exists()
+    capsys.readouterr()
+    with monkeypatch.context() as patch:
+        patch.setattr(commands.Policy, "save", full)
+        assert main(QUICK) == 1
+    assert list(folder.glob("checkpoint-*")) and "going on after step 4" in capsys.readouterr().err
+    assert main(QUICK) == 0 and (folder / "policy").is_dir() and not list(folder.glob("checkpoint-*"))
+    assert list(pd.read_csv(folder / "metrics.csv")["step"]) == [0, 1, 2, 3]
+
+
+def test_a_run_with_another_reward_takes_no_others_place(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "pays.py").write_text("def one(text, row, rollout):\n    return 1.0\n\n\n"
+                                      "def two(text, row, rollout):\n    return 2.0\n")
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "1 + 1 = ", "answer": 2}\n' * 4)
+    asked = ["grpo", "tiny", *SHORT[:8], "--data", "rows.jsonl", "--reward"]
+    table = tmp_path / "runs" / "cli_grpo" / "tiny" / "metrics.csv"
+    assert main([*asked, "pays.py:one"]) == 0 and main([*asked, "pays.py:one", "--show-every", "0"]) == 0
+    assert not (tmp_path / "runs/cli_grpo/tiny.1").exists() and set(pd.read_csv(table)["reward"]) == {1.0}
+    assert main([*asked, "pays.py:two"]) == 0
+    assert "tiny held a run of other options (reward)" in capsys.readouterr().err
+    assert set(pd.read_csv(table)["reward"]) == {2.0}
+    before = tmp_path / "runs" / "cli_grpo" / "tiny.1"
+    assert set(pd.read_csv(before / "metrics.csv")["reward"]) == {1.0} and (before / "policy").is_dir()
+    assert 'reward = "pays.py:one"' in (before / "recipe.toml").read_text()
+    assert main(["sft", "runs/cli_grpo/tiny/policy", "--out", "runs/cli_grpo", "--name", "tiny"]) == 2
+    assert "policy lies in runs/cli_grpo/tiny/policy, where this run would write" in capsys.readouterr().err
+
+
 # --- what a training leaves -------------------------------------------------------------------------------------------
 
 SHORT = ["--steps", "3", "--prompts-per-step", "2", "--group-size", "2", "--max-new-tokens", "4", "--ops", "+",
@@ -465,11 +509,13 @@ def test_exports_a_recipe_a_sample_and_rows_for_trackers(tmp_path, monkeypatch, 
     monkeypatch.setitem(sys.modules, "trackio", None)
     monkeypatch.setenv("WANDB_PROJECT", "mine")
     monkeypatch.chdir(tmp_path)
+    backup = tmp_path / "kept" / "cli_grpo" / "tiny" / "policy-240101"  # a copy that somebody made
+    backup.mkdir(parents=True)
     flags = [*SHORT, "--export-every", "1", "--keep-last", "2", "--show-every", "2", "--out", "kept", "--report-to",
              "tensorboard", "wandb"]
     assert main(["grpo", "tiny", *flags]) == 0
     folder, out = tmp_path / "kept" / "cli_grpo" / "tiny", capsys.readouterr().out
-    assert sorted(p.name for p in folder.glob("policy-*")) == ["policy-000002", "policy-000003"]
+    assert sorted(p.name for p in folder.glob("policy-*")) == ["policy-000002", "policy-000003", backup.name]
     assert load_policy(str(folder / "policy-000002")).provenance["steps"] == 2
     assert train(str(folder / "recipe.toml")) == command("grpo", *flags)
     assert out.count("→") == 1 and "0 s left" in out and list((folder / "tensorboard").iterdir())

@@ -82,6 +82,7 @@ def test_dry_run_prints_what_it_would_start(recipe, capsys, way):
 
 def test_what_cannot_work_is_refused_before_anything_starts(recipe, capsys, monkeypatch):
     monkeypatch.setattr(command, "run", None)
+    (Path("full") / "trainer").mkdir(parents=True)
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         assert main(["up", recipe(), "--server-port", str(port)]) == 2
@@ -90,10 +91,15 @@ def test_what_cannot_work_is_refused_before_anything_starts(recipe, capsys, monk
                         "x"], "invalid"), (["--stepss", "3"], "--stepss"), (["--weight-bridge", "none", "--lora-rank", "4"],
                         "sends whole models"),
                         (["--api-port", "99999"], "from 1 to 65535"), (["--server-port", "0"], "from 1 to 65535"),
-                        (["--api-port", "7", "--server-port", "7"], "two ports")):
+                        (["--api-port", "7", "--server-port", "7"], "two ports"),
+                        (["--bridge-path", "run.toml"], "run.toml exists"), (["--logs", "full"], "holds files of something"),
+                        (["--logs", "."], "holds files of something")):
         with suppress(SystemExit):  # of the parser
             assert main(["up", recipe(), *flags]) == 2
         assert says in "".join(capsys.readouterr())
+    Path(recipe()).rename("full/trainer.toml")
+    assert main(["up", "full/trainer.toml", "--logs", "full"]) == 2
+    assert "where the trainer's recipe would be written" in capsys.readouterr().err
     monkeypatch.setattr(command.shutil, "which", lambda name: None)
     assert main(["up", recipe()]) == 2 and "there is no such program" in capsys.readouterr().err
     Path("train.jsonl").write_text('{"question": "What?", "answer": "5"}\n')

@@ -25,6 +25,8 @@ class Speedrun:
         out = self.out or self.recipe.with_suffix(".json")
         if out.is_dir() or out.resolve() == self.recipe.resolve():
             raise ValueError(f"the entry cannot be written to {out}: name another file with --out")
+        if out.exists():
+            read(out)  # ValueError for anything but an entry, which alone may be replaced
         entry = speedrun(self.recipe.read_text(encoding="utf-8"), self.title or self.recipe.stem, threads=self.threads,
                          tries=self.tries)
         means = summary(entry)

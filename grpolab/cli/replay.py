@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zipfile
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
@@ -41,6 +42,8 @@ class Replay:
         if not self.steps or self.bundle and len(self.steps) > 1:
             wanted = "one step" if self.bundle else "the steps"
             raise UsageError(f"name {wanted} of {self.source}, e.g. grpolab replay {self.source} 12")
+        if self.bundle and self.bundle.exists() and not zipfile.is_zipfile(self.bundle):
+            raise UsageError(f"--bundle {self.bundle} holds something else, which would be written over: name another file")
         if self.bundle and (self.group is not None or self.rollout is not None):
             raise UsageError("--group and --rollout choose what to compare, and --bundle writes a whole step: leave them out")
         run, reference = Run(root=self.source), self.reference and load_policy(self.reference)

@@ -51,6 +51,8 @@ class Scout:
         if self.samples < 2 or self.questions < 1:
             raise UsageError("--samples is at least 2, since the rewards of a group are compared with each other, and "
                              f"--questions at least 1; got {self.samples} and {self.questions}")
+        if self.save and self.save.resolve() in [Path(name).resolve() for name in self.tasks]:
+            raise UsageError(f"--save {self.save} is a file of tasks, which the table would replace: name another")
         named = [task for name in dict.fromkeys(self.tasks) for task in self.named(name)]
         table = asyncio.run(self.measured(named))
         print("\n" + table.to_string(na_rep=""))

@@ -48,6 +48,9 @@ from grpolab.train.rewards import finished_and_correct, held_out_reward
 from grpolab.train.sft import SFTConfig, demonstrations, sft
 
 Suite = Literal["arithmetic", "english"]  # fixed prompts
+# Options that leave a training as it is: a run goes on with others of them.
+BESIDE = ("name", "out", "show_every", "export_every", "keep_last", "report_to", "push_to_hub", "server_url", "atropos_url",
+          "bridge_path")
 
 
 @dataclass(frozen=True)
@@ -179,6 +182,11 @@ class Training:
         if self.resume and (other := run.differs(self.config, ready.model)):
             raise UsageError(f"--resume: {run.shown(run.folder)} holds {other}: take its options and model again, or leave "
                              "--resume out, and it is moved aside")
+        if Path(self.model).expanduser().resolve().is_relative_to(run.folder.resolve()):
+            raise UsageError(f"{self.model} lies in {run.shown(run.folder)}, where this run would write: give another --name")
+        if distributed.first():
+            self.note_recipe(run)
+        run.keeps_end = True  # the steps are kept until the policy is saved
         with contextlib.ExitStack() as stack:
             if distributed.first():
                 run.sinks += [stack.enter_context(tracker(name, run.folder)) for name in self.report_to]
@@ -191,7 +199,6 @@ class Training:
                     raise KeyboardInterrupt from None
                 raise
         if distributed.first():
-            atomic_write(run.folder / recipe.NAME, self.as_recipe())
             saved = ready.model.save(run.folder / "policy")
             publish.write_model_card(run, ready.model, saved, self.as_recipe())
             print(f"{run.shown(saved)}, with a model card\n{run.shown(run.folder / recipe.NAME)}: grpolab train reads it")
@@ -200,7 +207,25 @@ class Training:
                       f"{best['steps']} steps")
             if self.push_to_hub:
                 print(f"uploaded to {publish.push(saved, self.push_to_hub)}")
+            run.drop_checkpoint()
             print(run.made())
+
+    def note_recipe(self, run: Run) -> None:
+        """Leave the recipe in the run's folder. What an earlier command with other options of the training left there (Run
+        itself knows those of its configuration) is moved aside; with --resume it is refused."""
+        path, new = run.folder / recipe.NAME, self.as_recipe()
+        old = path.read_text("utf-8") if path.exists() else ""
+        before, after = (dict(line.split(" = ", 1) for line in text.splitlines() if " = " in line) for text in (old, new))
+        changed = [key for key in before | after if key not in BESIDE and before.get(key) != after.get(key)]
+        if before and changed:
+            what = f"a run of other options ({', '.join(changed)})"
+            if self.resume:
+                raise UsageError(f"--resume: {run.shown(run.folder)} holds {what}: take its options again, or leave --resume "
+                                 "out, and it is moved aside")
+            with run.held():
+                run.set_aside(what)
+        if new != old or changed:
+            atomic_write(path, new)
 
     async def steps(self, ready: Plan, run: Run) -> None:
         """Train, show each step and the samples of --show-every, and save what --export-every asks for."""
@@ -216,7 +241,8 @@ class Training:
                     progress.say(await ready.sample(run, row["step"]))
                 if self.export_every and done % self.export_every == 0:
                     ready.model.save(run.folder / f"policy-{done:06d}")
-                    for folder in sorted(run.folder.glob("policy-" + "[0-9]" * 6))[: -self.keep_last]:
+                    saved = sorted(run.folder.glob("policy-" + "[0-9]" * 6))
+                    for folder in [f for f in saved if int(f.name[-6:]) <= done][: -self.keep_last]:
                         remove_folder(folder)
 
     def hint(self, row: dict) -> str:

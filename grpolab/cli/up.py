@@ -155,6 +155,13 @@ def check(up: Up, training: GRPO) -> None:
         gsm8k(training.data)
     if shutil.which(up.api) is None:
         raise UsageError(f"--api {up.api}: there is no such program; pip install atroposlib, or name it with its path")
+    if up.recipe.resolve() == (up.logs / "trainer.toml").resolve():
+        raise UsageError(f"{up.recipe} is where the trainer's recipe would be written: name another folder with --logs")
+    if up.logs.is_dir() and any(up.logs.iterdir()) and not (up.logs / ".process").exists():
+        raise UsageError(f"--logs {up.logs} holds files of something else: name a new folder with --logs")
+    if training.rollouts.weight_bridge == "shared" and training.rollouts.bridge_path.exists():
+        raise UsageError(f"--bridge-path {training.rollouts.bridge_path} exists, and would be written over: name another file, "
+                         "or remove it")
     if up.api_port == up.server_port or not 0 < min(up.api_port, up.server_port) <= max(up.api_port, up.server_port) < 2**16:
         raise UsageError(f"--api-port {up.api_port} and --server-port {up.server_port}: two ports from 1 to 65535")
     for option, port in (("--api-port", up.api_port), ("--server-port", up.server_port)):

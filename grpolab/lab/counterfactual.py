@@ -114,6 +114,8 @@ def _report_differences(run: Run, forked: Run, step: int) -> None:
 
 def _prepare(run: Run, forked: Run, state: State, config: GRPOConfig, edit: Edit | None, reference: Policy | None) -> int:
     """Leave in the fork's folder what an interrupted run would have left, so that a loop goes on there: the steps done."""
+    if not forked.begun_here and (other := forked.differs(config, state.policy)):
+        forked.set_aside(other)
     for earlier in (*forked.folder.glob("checkpoint-*"), forked.folder / "replay", forked.recorder.folder):
         shutil.rmtree(earlier, ignore_errors=True)
     if run.recorder.folder.exists():

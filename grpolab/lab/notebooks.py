@@ -117,8 +117,9 @@ def run_notebook(path: Path, parameters: dict, *, store: bool) -> tuple[bool, fl
     output.parent.mkdir(parents=True, exist_ok=True)
     if store:  # what is stored is one whole run, never the end of an interrupted one
         for checkpoint in output.parent.rglob("checkpoint-*"):
-            shutil.rmtree(checkpoint)
-    began = time.time()
+            if not any(part.startswith("seed-") for part in checkpoint.relative_to(output.parent).parts):  # another run's
+                shutil.rmtree(checkpoint)
+    began, source = time.time(), path.read_bytes()
     error = _execute(path, output, own)
     minutes = (time.time() - began) / 60
     # Some notebooks have no folder for each seed. One that runs beside this one with another model is none of ours.
@@ -132,8 +133,10 @@ def run_notebook(path: Path, parameters: dict, *, store: bool) -> tuple[bool, fl
         verdict = "gate FAILED"
     elif results.get("shortened"):
         verdict, note = "shortened", f"\n    identities passed; claims not judged: {results['shortened']}"
+    if edited := store and path.read_bytes() != source:
+        note += "\n    not stored: the notebook was edited while it ran"
     print(f"{path.stem:20} {verdict:12} {minutes:5.1f} min   {output.relative_to(home)}{note}\n", end="", flush=True)
-    if store and verdict == "gate passed":
+    if store and verdict == "gate passed" and not edited:
         executed = clean(json.loads(output.read_text()))
         atomic_write(path, json.dumps(executed, indent=1, sort_keys=True, ensure_ascii=False) + "\n")  # as Jupyter writes it
         for figure in (written.parent / "figures").glob("*.png"):

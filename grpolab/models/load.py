@@ -14,12 +14,15 @@ import torch
 from torch import nn
 
 from grpolab.chat import CHAT_TEMPLATE
-from grpolab.files import atomic_folder, data_path, refuse_other_files
+from grpolab.files import atomic_folder, data_path
 from grpolab.models import lora
 from grpolab.models.lora import LoRA
 from grpolab.models.smollm2 import SMOLLM2, refuse_gaps, smollm2_source
 from grpolab.sync import MODEL_LOADING, FairLock
 
+# Files of a saved model that another saving may lack: the weights' shards, an adapter's, a run's model card.
+SAVED = ("*.safetensors", "*.safetensors.index.json", "*config.json", "provenance.json", "tokenizer*", "*.jinja",
+         "additional_chat_templates", "README.md", "curve.png")
 PROVENANCE = "provenance.json"  # beside saved weights: which run made them, by which method, from what
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")  # of a torch module
 NAMES = {"tiny": "the embedded base model (0.8 M parameters, characters)", "smollm2-135m": SMOLLM2}
@@ -103,16 +106,18 @@ class Policy:
                 self.model.add_module("critic", critic)
 
     def _save(self, folder: str | Path) -> Path:
-        refuse_other_files(Path(folder), ("config.json", "adapter_config.json"), but="additional_chat_templates")
+        if str(folder) in NAMES:
+            raise ValueError(f"{folder!r} names a model that is shipped, and load_policy would load that: save elsewhere")
+        folder = Path(folder).expanduser()
         adapted = bool(lora.layers(self.model))
-        if adapted and (Path(folder) / "config.json").is_file() and lora.is_base(self.model, Path(folder)):
+        if adapted and (folder / "config.json").is_file() and lora.is_base(self.model, folder):
             raise ValueError(f"{folder} holds the model of this adapter, which would be lost: save it elsewhere")
-        with self.lock, atomic_folder(folder) as partial:  # never in the middle of a step
+        with self.lock, atomic_folder(folder, SAVED) as partial:  # never in the middle of a step
             lora.save(self.model, partial) if adapted else self.model.save_pretrained(partial)
             self.tokenizer.save_pretrained(partial)
             if self.provenance:
                 (partial / PROVENANCE).write_text(json.dumps(self.provenance, indent=1) + "\n")
-        return Path(folder)
+        return folder
 
     @property
     def origin(self) -> str:

@@ -28,7 +28,7 @@ import pandas as pd
 import torch
 from safetensors.torch import save_file
 
-from grpolab.files import append, atomic_write, locked, naming, png
+from grpolab.files import append, atomic_write, locked, naming, png, restore_folder
 from grpolab.models.load import load_policy
 from grpolab.rollouts import RecordedGroup
 from grpolab.runs.checkpoints import Checkpoints, computed_on, load_state, plain_config, put_weights, weights, weights_hash
@@ -88,13 +88,14 @@ class Run:
             if not (hasattr(sink, "log") or hasattr(sink, "add_scalar")):
                 raise ValueError(f"a sink has .log(dict, step=...) or .add_scalar(name, value, step), got {sink!r:.80}")
         parts = [n.replace("/", "--") for n in names] + ([f"seed-{seed}"] if seed else [])
-        self.folder = Path(root or runs_folder()).joinpath(*parts)
+        self.folder = Path(root or runs_folder()).expanduser().joinpath(*parts)
         self.recorder = Recorder(self.folder / "rollouts", keep)
         self.looks = Recorder(self.folder / "looks")  # rollouts that were sampled on the way to be looked at
         self.checkpoints = Checkpoints(self.folder, "checkpoint")
         self.replay_states, self.replay_every = Checkpoints(self.folder / "replay", "step"), replay_every
         self.selected = Selected(self.folder, select)
         self.sinks = list(sinks)
+        self.keeps_end = False  # whether the checkpoint of the last step stays, until `drop_checkpoint`
         self.metrics: list[dict] = []
         self.base = ""  # where the policy of its loop came from
         self._data = ""  # a hash of what its loop trains on
@@ -164,7 +165,7 @@ class Run:
             return {}
         numbers = await self.selected.selection.numbers(policy)
         await in_thread(policy, lambda: self.selected.add(steps, numbers, policy))
-        if steps == last:  # not before: a kill while the last policy is measured must not cost the run
+        if steps == last and not self.keeps_end:  # not before: a kill while the last policy is measured must not cost the run
             self.drop_checkpoint()
         row = {PREFIX + name: value for name, value in numbers.items()}
         self._to_sinks({"step": max(0, steps - 1)} | row)
@@ -242,13 +243,17 @@ class Run:
         one that was trained on other data."""
         for place in ("", "rollouts/", "looks/", "replay/", "figures/"):
             for partial in self.folder.glob(f"{place}.*.partial"):  # of a killed process
-                shutil.rmtree(partial) if partial.is_dir() else partial.unlink()
+                restore_folder(partial)
+                if partial.exists() and not partial.name.endswith(".jsonl.partial"):  # those are of `grpolab pairs`
+                    shutil.rmtree(partial) if partial.is_dir() else partial.unlink()
         name, plain, key = str(self.folder.resolve()), plain_config(config), weights_hash(policy)
         path = self.folder / "run.json"  # what the last loop wrote about itself
         note = json.loads(path.read_text()) if path.exists() else {}
         other = _difference(note, plain, key, "" if self.checkpointed() else data)  # a checkpoint of other data is refused
-        if other and name not in _begun:
-            self._set_aside(other)
+        if other and not self.begun_here:
+            if path.stat().st_mtime >= self._opened:  # another process has trained here since
+                self._found, self._opened = set(self.folder.iterdir()), time.time()
+            self.set_aside(other)
             note = {}
         elif other and other != OTHER_START:
             print(f"{self.shown(self.folder)} held {other}: this one takes its place")
@@ -282,7 +287,7 @@ class Run:
         _starts[policy.model] = dict(takewhile(lambda item: item[0] != name, starts.items())) | {name: start}
         return steps
 
-    def _set_aside(self, what: str) -> None:
+    def set_aside(self, what: str) -> None:
         """Move what an earlier process left in the folder to one beside it; runs in folders below stay."""
         earlier = [p for p in self._found.intersection(self.folder.iterdir())
                    if not (p.name.startswith(".") or any(p.rglob("run.json")) or self._is_new(p, slack=0))]
@@ -345,6 +350,11 @@ class Run:
         """What this folder holds other than a run of this configuration from this policy, in words; None for such a run."""
         path = self.folder / "run.json"
         return _difference(json.loads(path.read_text()) if path.exists() else {}, plain_config(config), weights_hash(policy))
+
+    @property
+    def begun_here(self) -> bool:
+        """Whether a loop of this process has trained into the folder."""
+        return str(self.folder.resolve()) in _begun
 
     def checkpointed(self) -> int:
         """The steps after which the newest checkpoint was kept; 0 without one."""

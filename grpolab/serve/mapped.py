@@ -22,10 +22,11 @@ import torch
 
 from grpolab.models.load import Policy, in_own_memory
 from grpolab.serve.http_client import Caller
-from grpolab.serve.weight_sync import on_disk
+from grpolab.serve.weight_sync import MAPPED_HEADER as HEADER
+from grpolab.serve.weight_sync import on_disk, refuse_others
 from grpolab.sync import FairLock
 
-HEADER, ALIGNED = 4096, 64  # bytes
+ALIGNED = 64  # bytes
 VERSION, UNDER_WAY, MARK, FORM = range(4)  # of the state
 
 
@@ -129,6 +130,7 @@ class Mapped:
     def _share(self, policy: Policy) -> None:
         if policy.device.type != "cpu":
             raise ValueError(f"{policy.name!r} is on {policy.device}, and only weights of processors can be mapped")
+        refuse_others(self.path)
         with policy.lock:
             number, partial = secrets.randbits(32), self.path.with_name(f".{self.path.name}.{os.getpid()}.partial")
             try:

@@ -34,6 +34,7 @@ from grpolab.models.load import Policy, lora
 from grpolab.serve.http_client import Caller, RemoteError
 
 STATE = "grpolab.state"  # int64: policy version, mark
+MAPPED_HEADER = 4096  # bytes before the weights in the file of serve/mapped.py, of which the first 32 are its state
 Published = tuple[int, str, str | None]
 
 
@@ -81,6 +82,16 @@ def _state(path: Path) -> tuple[int, str]:
     return version, f"{number:08x}"
 
 
+def refuse_others(path: Path) -> None:
+    """ValueError where a file is there that holds no published weights, nor mapped ones, whose header is hardly used."""
+    with suppress(FileNotFoundError), open(path, "rb") as file:
+        head = file.read(MAPPED_HEADER)
+        with suppress(SafetensorError):
+            if len(head) == MAPPED_HEADER and not any(head[32:]) or _state(path):
+                return
+        raise ValueError(f"{path} holds something else, which publishing would write over: name another file, or remove it")
+
+
 def _form(tensor: torch.Tensor | None) -> Any:
     return "missing" if tensor is None else (tuple(tensor.shape), tensor.dtype)
 
@@ -106,6 +117,8 @@ class SharedFile:
 
     def _write(self, policy: Policy) -> tuple[int, str]:
         with self._lock, policy.lock:
+            if not self._mark:
+                refuse_others(self.path)
             self._mark = write_weights(self.path, policy.model, policy.version)
             return policy.version, self._mark
 

@@ -247,9 +247,10 @@ class Training:
         if self.writer is not None:
             self.writer.log(row)
             self.writer.keep_for_replay(self.done, config, policy, self.optimiser)
-            if self.done == config.steps and self.writer.selected.selection is None:
+            last = self.done == config.steps
+            if last and not self.writer.keeps_end and self.writer.selected.selection is None:
                 self.writer.drop_checkpoint()
-            elif self.done < config.steps and self.done % config.save_every == 0:
+            elif self.writer.keeps_end if last else self.done % config.save_every == 0:
                 self._save()
         elif self.run is not None:
             self.run.metrics.append(row)
@@ -257,7 +258,8 @@ class Training:
 
     def keep(self) -> None:
         """A checkpoint of the whole steps, where there are some that none holds."""
-        last = self.config.steps + (self.writer.selected.selection is not None)  # whose last measure may be what failed
+        # At the end, too, where the last measure may be what failed, or the checkpoint itself.
+        last = self.config.steps + (self.writer.keeps_end or self.writer.selected.selection is not None)
         if self.saved < self.done < last and self.policy.version == self.version:
             self._save()
 
