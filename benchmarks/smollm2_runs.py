@@ -46,7 +46,8 @@ class Record:
     def __init__(self, path: Path, settings: dict):
         self.path, settings = path, json.loads(json.dumps(settings))
         self.content = found = json.loads(path.read_text()) if path.exists() else {"settings": settings}
-        other = [key for key in settings | found["settings"] if settings.get(key) != found["settings"].get(key)]
+        before = found.get("settings", {})
+        other = [key for key in settings | before if settings.get(key) != before.get(key)]
         if other:
             raise ValueError(f"{path} was measured with other settings ({', '.join(other)}): remove it to measure all anew")
         earlier = {name: {"provenance": found.get("provenance")} for name in self.content

@@ -125,9 +125,9 @@ def atomic_folder(path: str | Path, ours: Iterable[str] | None = None) -> Iterat
 
 
 def _refuse_others(path: Path, partial: Path, ours: Iterable[str]) -> None:
-    """ValueError where `path` holds what has no counterpart in `partial` and no name of ours, or no weights at all."""
+    """ValueError where `path` holds what has no counterpart in `partial` and no name of ours, or is no saved model."""
     parts = sorted(path.iterdir()) if path.is_dir() else []
-    weights = any(part.suffix == ".safetensors" for part in parts)
+    weights = any(path.glob("*model*.safetensors")) and any(path.glob("*config.json"))
     others = [part.name for part in parts
               if not weights or not (partial / part.name).exists() and not any(part.match(name) for name in ours)]
     if others:
@@ -136,8 +136,8 @@ def _refuse_others(path: Path, partial: Path, ours: Iterable[str]) -> None:
 
 
 def remove_folder(path: Path) -> None:
-    """Remove a folder, so that a kill leaves it whole or not at all: under another name, .<name>.gone.partial, at most."""
-    shutil.rmtree(_renamed(path), ignore_errors=True)
+    """Remove a folder, so that a kill leaves it whole or not at all: under another name, .<name>.removed.partial, at most."""
+    shutil.rmtree(_renamed(path, "removed"), ignore_errors=True)
 
 
 def restore_folder(gone: Path) -> None:
@@ -147,9 +147,9 @@ def restore_folder(gone: Path) -> None:
         os.rename(gone, path)
 
 
-def _renamed(path: Path) -> Path:
-    """The other name of a folder that is to be removed."""
-    gone = path.with_name(f".{path.name}.gone.partial")
+def _renamed(path: Path, why: str = "gone") -> Path:
+    """The other name of a folder that is to be removed, or whose place another takes."""
+    gone = path.with_name(f".{path.name}.{why}.partial")
     shutil.rmtree(gone, ignore_errors=True)
     if path.exists():
         os.rename(path, gone)

@@ -62,6 +62,15 @@ def test_eval_takes_rows_of_a_file(tmp_path, capsys):
     assert "row 1: its answer holds no number" in capsys.readouterr().err
 
 
+def test_data_takes_the_place_of_problems_alone(tmp_path, capsys):
+    asked = ["data", "--train", "5", "--eval", "3", "--out", str(tmp_path)]
+    assert main(asked) == 0 and main([*asked, "--seed", "2"]) == 0
+    problems = (tmp_path / "train.jsonl").read_text()
+    (tmp_path / "eval.jsonl").write_text('{"prompt": "mine"}\n')
+    assert main(asked) == 2 and "eval.jsonl holds other rows" in capsys.readouterr().err
+    assert [(tmp_path / f"{name}.jsonl").read_text() for name in ("train", "eval")] == [problems, '{"prompt": "mine"}\n']
+
+
 def test_scout_puts_the_tasks_first_of_which_groups_differ(tmp_path, capsys):
     (tmp_path / "mine.py").write_text("def odd(text, row, rollout):\n    return float(sum(map(ord, text)) % 2) * row['pays']\n")
     for name, pays in (("never", 0), ("some", 1)):

@@ -69,14 +69,20 @@ def test_one_thing_changed_differs_from_there_on(run, change):
 
 
 def test_a_fork_of_an_earlier_process_is_moved_aside(run, monkeypatch):
-    before = untimed(forked(run, 3, lr=1e-2).metrics)
-    monkeypatch.setattr("grpolab.runs.run._begun", set())
-    (folder,) = run.folder.glob("fork-*")
-    for path in folder.rglob("*"):
-        os.utime(path, (0, 0))
+    def in_another_process(name, **options):
+        metrics = untimed(forked(run, 3, name, **options).metrics)
+        monkeypatch.setattr("grpolab.runs.run._begun", set())
+        for path in (run.folder / f"fork-{name}").rglob("*"):
+            os.utime(path, (0, 0))
+        return metrics
+
+    for _ in range(2):
+        in_another_process("edited", edit=without_group(0))
+    assert not (run.folder / "fork-edited.1").exists()
+    before = in_another_process("twin", lr=1e-2)
     assert untimed(forked(run, 3, lr=5e-4).metrics) != before
     assert untimed(Run("fork-twin.1", root=run.folder).table().to_dict("records"))[-1]["reward"] == before[-1]["reward"]
-    assert len(list(run.folder.glob("fork-*"))) == 2
+    assert len(list(run.folder.glob("fork-twin*"))) == 2
 
 
 @pytest.mark.full

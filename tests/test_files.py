@@ -123,6 +123,15 @@ def test_a_kill_between_two_renames_costs_no_folder(tmp_path):
     assert sorted(os.listdir(tmp_path)) == [".policy.gone.partial", "policy"]
 
 
+def test_a_removal_that_a_kill_broke_off_is_not_taken_back(tmp_path, monkeypatch):
+    (tmp_path / "checkpoint").mkdir()
+    monkeypatch.setattr(files.shutil, "rmtree", lambda *_, **__: None)
+    remove_folder(tmp_path / "checkpoint")
+    (left,) = tmp_path.iterdir()
+    restore_folder(left)
+    assert os.listdir(tmp_path) == [".checkpoint.removed.partial"]
+
+
 def test_two_processes_that_add_lines_lose_none(tmp_path):
     (path := tmp_path / "lines").touch()
     program = ("import sys; from pathlib import Path; from grpolab.files import append\n"

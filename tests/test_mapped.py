@@ -189,10 +189,13 @@ async def test_another_model_is_refused_and_the_server_goes_on(tmp_path):
 
 @pytest.mark.parametrize("bridge", [SharedFile, Mapped])
 async def test_publishing_writes_over_nothing_but_weights(tmp_path, bridge):
-    path = tmp_path / "rows.jsonl"
-    path.write_text("mine" * 2000)
+    path = tmp_path / "weights"
     async with serve_policy(load_policy("tiny"), weights=path) as service:
         async with RemoteSampler(service.url, load_policy("tiny"), bridge=bridge(path)) as remote:
-            with pytest.raises((ValueError, RemoteError), match="rows.jsonl holds something else"):
-                await remote.publish()
-    assert path.read_text() == "mine" * 2000
+            for mine in (b"mine" * 2000, b"\0" * 32768 + b"a disk"):
+                path.write_bytes(mine)
+                with pytest.raises((ValueError, RemoteError), match="weights holds something else"):
+                    await remote.publish()
+                assert path.read_bytes() == mine
+            path.write_bytes(b"")  # as mkstemp leaves it
+            await remote.publish()

@@ -218,12 +218,16 @@ def test_smollm2_from_the_wheel_is_dequantised_once_and_can_be_saved(nothing_cac
     assert (policy.save(tmp_path / "copy") / "model.safetensors").stat().st_size > 3e5
 
 
-@pytest.mark.parametrize("other", ["work/notes.txt", "work/config.json", "work/data/rows.jsonl", "model/notes.txt",
-                                   "model/q4.gguf", "model/.git/HEAD"])
+@pytest.mark.parametrize("other", ["work/notes.txt", "work/config.json", "work/data/rows.jsonl", "work/epoch1.safetensors",
+                                   "model/epoch1.safetensors", "model/notes.txt", "model/q4.gguf", "model/.git/HEAD"])
 def test_saving_does_not_delete_what_is_no_model(tmp_path, other):
     policy = load_policy("tiny")
+    for names in ((), ("vocab.txt", "merges.txt", "README.md", ".DS_Store")):  # of another model, and of a run
+        policy.save(tmp_path / "model")
+        for name in names:
+            (tmp_path / "model" / name).touch()
     policy.save(tmp_path / "model")
-    policy.save(tmp_path / "model")
+    assert not (tmp_path / "model" / "vocab.txt").exists()
     file, folder = tmp_path / other, (tmp_path / other.partition("/")[0])
     file.parent.mkdir(parents=True, exist_ok=True)
     file.write_text("mine")

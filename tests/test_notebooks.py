@@ -208,8 +208,8 @@ def test_store_replaces_no_edit_and_removes_no_checkpoint_of_another_run(series,
     for place in ("seed-1", "child"):
         (run / place / "checkpoint-00000001").mkdir(parents=True)
     before = (series / "01_fine.ipynb").read_text()
-    assert notebooks.run_series(["01"], {}, store=True) == 0
-    assert "not stored: the notebook was edited" in capsys.readouterr().out
+    assert notebooks.run_series(["01"], {}, store=True) == 1
+    assert "the notebook was edited while it ran" in capsys.readouterr().out
     assert (series / "01_fine.ipynb").read_text() == before + " "
     assert [path.parent.name for path in run.rglob("checkpoint-*")] == ["seed-1"]
 

@@ -469,6 +469,14 @@ def test_an_interrupt_in_the_last_step_keeps_the_steps_until_the_policy_is_saved
     capsys.readouterr()
     with monkeypatch.context() as patch:
         patch.setattr(commands.Policy, "save", full)
+        patch.setattr(commands.Run, "save_checkpoint", full)
+        assert main([*QUICK, "--name", "no_room"]) == 1
+    with monkeypatch.context() as patch:  # room for the policy alone
+        patch.setattr(commands.Run, "save_checkpoint", full)
+        assert main([*QUICK, "--name", "little_room"]) == 0 and (tmp_path / "runs/little_room/tiny/policy").is_dir()
+    capsys.readouterr()
+    with monkeypatch.context() as patch:
+        patch.setattr(commands.Policy, "save", full)
         assert main(QUICK) == 1
     assert list(folder.glob("checkpoint-*")) and "going on after step 4" in capsys.readouterr().err
     assert main(QUICK) == 0 and (folder / "policy").is_dir() and not list(folder.glob("checkpoint-*"))
@@ -484,9 +492,10 @@ def test_a_run_with_another_reward_takes_no_others_place(tmp_path, monkeypatch, 
     table = tmp_path / "runs" / "cli_grpo" / "tiny" / "metrics.csv"
     assert main([*asked, "pays.py:one"]) == 0 and main([*asked, "pays.py:one", "--show-every", "0"]) == 0
     assert not (tmp_path / "runs/cli_grpo/tiny.1").exists() and set(pd.read_csv(table)["reward"]) == {1.0}
+    monkeypatch.setattr("grpolab.runs.run._begun", set())  # in another process
     assert main([*asked, "pays.py:two"]) == 0
-    assert "tiny held a run of other options (reward)" in capsys.readouterr().err
-    assert set(pd.read_csv(table)["reward"]) == {2.0}
+    assert "tiny held a run of another configuration (reward 'pays.py:one' -> 'pays.py:two')" in capsys.readouterr().err
+    assert set(pd.read_csv(table)["reward"]) == {2.0} and 'reward = "pays.py:two"' in table.with_name("recipe.toml").read_text()
     before = tmp_path / "runs" / "cli_grpo" / "tiny.1"
     assert set(pd.read_csv(before / "metrics.csv")["reward"]) == {1.0} and (before / "policy").is_dir()
     assert 'reward = "pays.py:one"' in (before / "recipe.toml").read_text()

@@ -82,7 +82,8 @@ def test_dry_run_prints_what_it_would_start(recipe, capsys, way):
 
 def test_what_cannot_work_is_refused_before_anything_starts(recipe, capsys, monkeypatch):
     monkeypatch.setattr(command, "run", None)
-    (Path("full") / "trainer").mkdir(parents=True)
+    Path("full").mkdir()
+    Path("full/server.log").write_text("mine")
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         assert main(["up", recipe(), "--server-port", str(port)]) == 2
@@ -92,8 +93,8 @@ def test_what_cannot_work_is_refused_before_anything_starts(recipe, capsys, monk
                         "sends whole models"),
                         (["--api-port", "99999"], "from 1 to 65535"), (["--server-port", "0"], "from 1 to 65535"),
                         (["--api-port", "7", "--server-port", "7"], "two ports"),
-                        (["--bridge-path", "run.toml"], "run.toml exists"), (["--logs", "full"], "holds files of something"),
-                        (["--logs", "."], "holds files of something")):
+                        (["--bridge-path", "run.toml"], "run.toml holds something else"),
+                        (["--logs", "full"], "full/server.log is not of an earlier")):
         with suppress(SystemExit):  # of the parser
             assert main(["up", recipe(), *flags]) == 2
         assert says in "".join(capsys.readouterr())

@@ -8,6 +8,8 @@ from pathlib import Path
 from tyro.conf import OmitArgPrefixes
 
 from grpolab.arithmetic import Task, generate, write_jsonl
+from grpolab.cli import UsageError
+from grpolab.tasks import read_rows
 
 
 @dataclass(frozen=True)
@@ -22,7 +24,11 @@ class Data:
 
     def run(self) -> int:
         train, held_out = generate(self.train, self.eval, seed=self.seed, task=self.task)
-        for name, problems in (("train", train), ("eval", held_out)):
-            path = write_jsonl(self.out / f"{name}.jsonl", problems)
+        files = {self.out / f"{name}.jsonl": problems for name, problems in (("train", train), ("eval", held_out))}
+        for path in files:
+            if path.exists() and not all({"a", "op", "b"} <= row.keys() for row in read_rows(path)):
+                raise UsageError(f"{path} holds other rows than arithmetic problems: name another folder with --out")
+        for path, problems in files.items():
+            write_jsonl(path, problems)
             print(f"{path}: {len(problems)} problems" + "".join(f", the first: {p.question} {p.answer}" for p in problems[:1]))
         return 0

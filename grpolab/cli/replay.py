@@ -15,6 +15,13 @@ from grpolab.models.load import load_policy
 from grpolab.runs.run import Run
 
 
+def is_bundle(path: Path) -> bool:
+    if not zipfile.is_zipfile(path):
+        return False
+    with zipfile.ZipFile(path) as file:
+        return "bundle.json" in file.namelist()
+
+
 @dataclass(frozen=True)
 class Replay:
     """Generate recorded rollouts again and compare them in every bit. Exits with 0 where all agree, else with 1."""
@@ -42,7 +49,7 @@ class Replay:
         if not self.steps or self.bundle and len(self.steps) > 1:
             wanted = "one step" if self.bundle else "the steps"
             raise UsageError(f"name {wanted} of {self.source}, e.g. grpolab replay {self.source} 12")
-        if self.bundle and self.bundle.exists() and not zipfile.is_zipfile(self.bundle):
+        if self.bundle and self.bundle.exists() and not is_bundle(self.bundle):
             raise UsageError(f"--bundle {self.bundle} holds something else, which would be written over: name another file")
         if self.bundle and (self.group is not None or self.rollout is not None):
             raise UsageError("--group and --rollout choose what to compare, and --bundle writes a whole step: leave them out")

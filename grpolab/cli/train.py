@@ -48,9 +48,8 @@ from grpolab.train.rewards import finished_and_correct, held_out_reward
 from grpolab.train.sft import SFTConfig, demonstrations, sft
 
 Suite = Literal["arithmetic", "english"]  # fixed prompts
-# Options that leave a training as it is: a run goes on with others of them.
-BESIDE = ("name", "out", "show_every", "export_every", "keep_last", "report_to", "push_to_hub", "server_url", "atropos_url",
-          "bridge_path")
+# Options beside configuration and data with others of which it is another training.
+DECISIVE = ("reward", "env", "tools", "agent", "max_turns", "max_total_tokens", "action_format", "curriculum")
 
 
 @dataclass(frozen=True)
@@ -176,16 +175,16 @@ class Training:
         shown = Path(self.model).name if Path(self.model).is_dir() else self.model
         run = Run(self.name or f"cli_{self.method}", shown, root=self.out, seed=self.config.seed, select=select,
                   replay_every=self.replay_every)
+        run.options = {key: value for key, value in recipe.entries(self).items() if key in DECISIVE}
         if self.resume and not run.checkpointed():
             raise UsageError(f"--resume: {run.shown(run.folder)} holds no checkpoint of an interrupted run; without --resume "
                              "the command begins one")
         if self.resume and (other := run.differs(self.config, ready.model)):
             raise UsageError(f"--resume: {run.shown(run.folder)} holds {other}: take its options and model again, or leave "
                              "--resume out, and it is moved aside")
-        if Path(self.model).expanduser().resolve().is_relative_to(run.folder.resolve()):
+        start = Path(self.model).expanduser()
+        if start.is_dir() and start.resolve().is_relative_to(run.folder.resolve()):
             raise UsageError(f"{self.model} lies in {run.shown(run.folder)}, where this run would write: give another --name")
-        if distributed.first():
-            self.note_recipe(run)
         run.keeps_end = True  # the steps are kept until the policy is saved
         with contextlib.ExitStack() as stack:
             if distributed.first():
@@ -199,6 +198,7 @@ class Training:
                     raise KeyboardInterrupt from None
                 raise
         if distributed.first():
+            atomic_write(run.folder / recipe.NAME, self.as_recipe())
             saved = ready.model.save(run.folder / "policy")
             publish.write_model_card(run, ready.model, saved, self.as_recipe())
             print(f"{run.shown(saved)}, with a model card\n{run.shown(run.folder / recipe.NAME)}: grpolab train reads it")
@@ -209,23 +209,6 @@ class Training:
                 print(f"uploaded to {publish.push(saved, self.push_to_hub)}")
             run.drop_checkpoint()
             print(run.made())
-
-    def note_recipe(self, run: Run) -> None:
-        """Leave the recipe in the run's folder. What an earlier command with other options of the training left there (Run
-        itself knows those of its configuration) is moved aside; with --resume it is refused."""
-        path, new = run.folder / recipe.NAME, self.as_recipe()
-        old = path.read_text("utf-8") if path.exists() else ""
-        before, after = (dict(line.split(" = ", 1) for line in text.splitlines() if " = " in line) for text in (old, new))
-        changed = [key for key in before | after if key not in BESIDE and before.get(key) != after.get(key)]
-        if before and changed:
-            what = f"a run of other options ({', '.join(changed)})"
-            if self.resume:
-                raise UsageError(f"--resume: {run.shown(run.folder)} holds {what}: take its options again, or leave --resume "
-                                 "out, and it is moved aside")
-            with run.held():
-                run.set_aside(what)
-        if new != old or changed:
-            atomic_write(path, new)
 
     async def steps(self, ready: Plan, run: Run) -> None:
         """Train, show each step and the samples of --show-every, and save what --export-every asks for."""

@@ -36,6 +36,7 @@ from grpolab.cli.train import GRPO
 from grpolab.env import child_processes
 from grpolab.files import atomic_write, locked
 from grpolab.models.load import load_tokenizer
+from grpolab.serve.weight_sync import refuse_others
 from grpolab.tasks import gsm8k
 
 HOST, MEMORY = "127.0.0.1", Path("/dev/shm")
@@ -157,11 +158,14 @@ def check(up: Up, training: GRPO) -> None:
         raise UsageError(f"--api {up.api}: there is no such program; pip install atroposlib, or name it with its path")
     if up.recipe.resolve() == (up.logs / "trainer.toml").resolve():
         raise UsageError(f"{up.recipe} is where the trainer's recipe would be written: name another folder with --logs")
-    if up.logs.is_dir() and any(up.logs.iterdir()) and not (up.logs / ".process").exists():
-        raise UsageError(f"--logs {up.logs} holds files of something else: name a new folder with --logs")
-    if training.rollouts.weight_bridge == "shared" and training.rollouts.bridge_path.exists():
-        raise UsageError(f"--bridge-path {training.rollouts.bridge_path} exists, and would be written over: name another file, "
-                         "or remove it")
+    written = [up.logs / name for name in ("tokenizer", "trainer.toml", *(f"{s.name}.log" for s in services_of(up, training)))]
+    if not (up.logs / ".process").exists() and (others := [path for path in written if path.exists()]):
+        raise UsageError(f"{others[0]} is not of an earlier grpolab up: name another folder with --logs")
+    if training.rollouts.weight_bridge == "shared":
+        try:
+            refuse_others(training.rollouts.bridge_path)
+        except ValueError as error:
+            raise UsageError(f"--bridge-path: {error}") from error
     if up.api_port == up.server_port or not 0 < min(up.api_port, up.server_port) <= max(up.api_port, up.server_port) < 2**16:
         raise UsageError(f"--api-port {up.api_port} and --server-port {up.server_port}: two ports from 1 to 65535")
     for option, port in (("--api-port", up.api_port), ("--server-port", up.server_port)):

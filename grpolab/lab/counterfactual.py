@@ -38,7 +38,7 @@ from grpolab.lab.restore import (
 from grpolab.models.load import Policy
 from grpolab.rollouts import RecordedGroup
 from grpolab.runs.checkpoints import plain_config, weights_hash
-from grpolab.runs.run import Run
+from grpolab.runs.run import OTHER_START, Run
 from grpolab.train.grpo import GRPOConfig, check_reference, describe, grpo, verify_both
 from grpolab.train.multiturn import Limits, multi_turn_grpo
 from grpolab.train.optimisers import make_optimiser
@@ -114,7 +114,8 @@ def _report_differences(run: Run, forked: Run, step: int) -> None:
 
 def _prepare(run: Run, forked: Run, state: State, config: GRPOConfig, edit: Edit | None, reference: Policy | None) -> int:
     """Leave in the fork's folder what an interrupted run would have left, so that a loop goes on there: the steps done."""
-    if not forked.begun_here and (other := forked.differs(config, state.policy)):
+    other = forked.differs(config, state.policy)
+    if other and not forked.begun_here and (edit is None or other != OTHER_START):  # an edited update is done before it begins
         forked.set_aside(other)
     for earlier in (*forked.folder.glob("checkpoint-*"), forked.folder / "replay", forked.recorder.folder):
         shutil.rmtree(earlier, ignore_errors=True)

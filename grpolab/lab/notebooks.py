@@ -133,10 +133,10 @@ def run_notebook(path: Path, parameters: dict, *, store: bool) -> tuple[bool, fl
         verdict = "gate FAILED"
     elif results.get("shortened"):
         verdict, note = "shortened", f"\n    identities passed; claims not judged: {results['shortened']}"
-    if edited := store and path.read_bytes() != source:
-        note += "\n    not stored: the notebook was edited while it ran"
+    if store and verdict == "gate passed" and path.read_bytes() != source:
+        verdict, note = "not stored", "\n    the notebook was edited while it ran"
     print(f"{path.stem:20} {verdict:12} {minutes:5.1f} min   {output.relative_to(home)}{note}\n", end="", flush=True)
-    if store and verdict == "gate passed" and not edited:
+    if store and verdict == "gate passed":
         executed = clean(json.loads(output.read_text()))
         atomic_write(path, json.dumps(executed, indent=1, sort_keys=True, ensure_ascii=False) + "\n")  # as Jupyter writes it
         for figure in (written.parent / "figures").glob("*.png"):

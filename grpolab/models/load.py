@@ -21,8 +21,10 @@ from grpolab.models.smollm2 import SMOLLM2, refuse_gaps, smollm2_source
 from grpolab.sync import MODEL_LOADING, FairLock
 
 # Files of a saved model that another saving may lack: the weights' shards, an adapter's, a run's model card.
-SAVED = ("*.safetensors", "*.safetensors.index.json", "*config.json", "provenance.json", "tokenizer*", "*.jinja",
-         "additional_chat_templates", "README.md", "curve.png")
+SAVED = ("model*.safetensors", "adapter_model.safetensors", "model.safetensors.index.json", "config.json", "provenance.json",
+         "generation_config.json", "adapter_config.json", "tokenizer.json", "tokenizer.model", "tokenizer_config.json",
+         "special_tokens_map.json", "added_tokens.json", "vocab.json", "vocab.txt", "merges.txt", "spiece.model", "*.jinja",
+         "additional_chat_templates", "README.md", "curve.png", ".DS_Store", ".ipynb_checkpoints")
 PROVENANCE = "provenance.json"  # beside saved weights: which run made them, by which method, from what
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")  # of a torch module
 NAMES = {"tiny": "the embedded base model (0.8 M parameters, characters)", "smollm2-135m": SMOLLM2}

@@ -95,6 +95,7 @@ class Run:
         self.replay_states, self.replay_every = Checkpoints(self.folder / "replay", "step"), replay_every
         self.selected = Selected(self.folder, select)
         self.sinks = list(sinks)
+        self.options: dict[str, Any] = {}  # with others of which, beside configuration and data, it is another training
         self.keeps_end = False  # whether the checkpoint of the last step stays, until `drop_checkpoint`
         self.metrics: list[dict] = []
         self.base = ""  # where the policy of its loop came from
@@ -249,7 +250,8 @@ class Run:
         name, plain, key = str(self.folder.resolve()), plain_config(config), weights_hash(policy)
         path = self.folder / "run.json"  # what the last loop wrote about itself
         note = json.loads(path.read_text()) if path.exists() else {}
-        other = _difference(note, plain, key, "" if self.checkpointed() else data)  # a checkpoint of other data is refused
+        data_told = "" if self.checkpointed() else data  # a checkpoint of other data is refused
+        other = _difference(note, plain, key, data_told, self.options)
         if other and not self.begun_here:
             if path.stat().st_mtime >= self._opened:  # another process has trained here since
                 self._found, self._opened = set(self.folder.iterdir()), time.time()
@@ -267,7 +269,7 @@ class Run:
             elif note and note["start"] != key:
                 print(f"{self.shown(self.folder)} starts over, from other weights than before")
             start = self._save_start(policy, key)
-        if note.get("start") != start.key:
+        if note.get("start") != start.key or _changed(note.get("options", self.options), self.options):
             self.drop_checkpoint()
         self.metrics, self._columns, self._session, self._data, self.base = [], [], None, data, start.base
         steps = self._load_checkpoint(plain, policy, optimiser, key if again else None)
@@ -278,7 +280,7 @@ class Run:
             put_weights(policy, start.file)
             policy.version += 1
             print(f"{policy.name} goes back to the weights from which {self.shown(self.folder)} started")
-        note = {"start": start.key, "base": start.base, "config": plain, "data": data}
+        note = {"start": start.key, "base": start.base, "config": plain, "data": data, "options": self.options}
         atomic_write(path, json.dumps(note, indent=1) + "\n")
         self.recorder.rewind(steps)
         self.looks.rewind(steps + 1 if steps else 0)
@@ -349,7 +351,8 @@ class Run:
     def differs(self, config, policy) -> str | None:
         """What this folder holds other than a run of this configuration from this policy, in words; None for such a run."""
         path = self.folder / "run.json"
-        return _difference(json.loads(path.read_text()) if path.exists() else {}, plain_config(config), weights_hash(policy))
+        note = json.loads(path.read_text()) if path.exists() else {}
+        return _difference(note, plain_config(config), weights_hash(policy), options=self.options)
 
     @property
     def begun_here(self) -> bool:
@@ -432,11 +435,15 @@ def provenance(config, run: Run | None, steps: int, base: str) -> dict:
 OTHER_START = "a run that started from other weights"
 
 
-def _difference(note: dict, plain: dict, start: str, data: str = "") -> str | None:
-    """What a folder with this note (empty: none) holds other than the run of this configuration from this start on this data
-    ("": not known), in words."""
-    before = note.get("config", {})
-    changed = [f"{k} {before.get(k)!r} -> {plain.get(k)!r}" for k in {**before, **plain} if before.get(k) != plain.get(k)]
+def _changed(before: dict, now: dict) -> list[str]:
+    now = json.loads(json.dumps(now))
+    return [f"{k} {before.get(k)!r} -> {now.get(k)!r}" for k in {**before, **now} if before.get(k) != now.get(k)]
+
+
+def _difference(note: dict, plain: dict, start: str, data: str = "", options: dict | None = None) -> str | None:
+    """What a folder with this note (empty: none) holds other than the run of this configuration and these options from this
+    start on this data ("": not known), in words."""
+    changed = _changed(note.get("config", {}), plain) + _changed(note.get("options", options or {}), options or {})
     if note and changed:
         return f"a run of another configuration ({', '.join(changed)})"
     if note and note.get("start") != start:

@@ -14,6 +14,7 @@ import re
 import secrets
 import shutil
 import socket
+import struct
 import subprocess
 import sys
 import threading
@@ -82,12 +83,20 @@ def _state(path: Path) -> tuple[int, str]:
     return version, f"{number:08x}"
 
 
+def _is_mapped(head: bytes) -> bool:
+    """Whether a file that begins so is one of serve/mapped.py: its state, and nothing more before the weights."""
+    if len(head) < MAPPED_HEADER or any(head[32:]):
+        return False
+    _, under_way, mark, form = struct.unpack("<4q", head[:32])
+    return under_way in (0, 1) and 0 <= mark < 2**32 and 0 < form < 2**56
+
+
 def refuse_others(path: Path) -> None:
     """ValueError where a file is there that holds no published weights, nor mapped ones, whose header is hardly used."""
     with suppress(FileNotFoundError), open(path, "rb") as file:
         head = file.read(MAPPED_HEADER)
         with suppress(SafetensorError):
-            if len(head) == MAPPED_HEADER and not any(head[32:]) or _state(path):
+            if not head or _is_mapped(head) or _state(path):
                 return
         raise ValueError(f"{path} holds something else, which publishing would write over: name another file, or remove it")
 

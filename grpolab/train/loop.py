@@ -16,7 +16,7 @@ import threading
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import aclosing, contextmanager, nullcontext
+from contextlib import aclosing, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from functools import cache, lru_cache, partial
 from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
@@ -250,7 +250,10 @@ class Training:
             last = self.done == config.steps
             if last and not self.writer.keeps_end and self.writer.selected.selection is None:
                 self.writer.drop_checkpoint()
-            elif self.writer.keeps_end if last else self.done % config.save_every == 0:
+            elif last and self.writer.keeps_end:
+                with suppress(OSError):  # what is saved next is smaller, and an earlier checkpoint stays
+                    self._save()
+            elif not last and self.done % config.save_every == 0:
                 self._save()
         elif self.run is not None:
             self.run.metrics.append(row)
@@ -258,8 +261,7 @@ class Training:
 
     def keep(self) -> None:
         """A checkpoint of the whole steps, where there are some that none holds."""
-        # At the end, too, where the last measure may be what failed, or the checkpoint itself.
-        last = self.config.steps + (self.writer.keeps_end or self.writer.selected.selection is not None)
+        last = self.config.steps + (self.writer.selected.selection is not None)  # whose last measure may be what failed
         if self.saved < self.done < last and self.policy.version == self.version:
             self._save()
 
