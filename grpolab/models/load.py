@@ -14,17 +14,12 @@ import torch
 from torch import nn
 
 from grpolab.chat import CHAT_TEMPLATE
-from grpolab.files import atomic_folder, data_path
+from grpolab.files import MODEL_FILES, atomic_folder, data_path
 from grpolab.models import lora
 from grpolab.models.lora import LoRA
 from grpolab.models.smollm2 import SMOLLM2, refuse_gaps, smollm2_source
 from grpolab.sync import MODEL_LOADING, FairLock
 
-# Files of a saved model that another saving may lack: the weights' shards, an adapter's, a run's model card.
-SAVED = ("model*.safetensors", "adapter_model.safetensors", "model.safetensors.index.json", "config.json", "provenance.json",
-         "generation_config.json", "adapter_config.json", "tokenizer.json", "tokenizer.model", "tokenizer_config.json",
-         "special_tokens_map.json", "added_tokens.json", "vocab.json", "vocab.txt", "merges.txt", "spiece.model", "*.jinja",
-         "additional_chat_templates", "README.md", "curve.png", ".DS_Store", ".ipynb_checkpoints")
 PROVENANCE = "provenance.json"  # beside saved weights: which run made them, by which method, from what
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")  # of a torch module
 NAMES = {"tiny": "the embedded base model (0.8 M parameters, characters)", "smollm2-135m": SMOLLM2}
@@ -114,7 +109,7 @@ class Policy:
         adapted = bool(lora.layers(self.model))
         if adapted and (folder / "config.json").is_file() and lora.is_base(self.model, folder):
             raise ValueError(f"{folder} holds the model of this adapter, which would be lost: save it elsewhere")
-        with self.lock, atomic_folder(folder, SAVED) as partial:  # never in the middle of a step
+        with self.lock, atomic_folder(folder, MODEL_FILES) as partial:  # never in the middle of a step
             lora.save(self.model, partial) if adapted else self.model.save_pretrained(partial)
             self.tokenizer.save_pretrained(partial)
             if self.provenance:
@@ -134,10 +129,8 @@ class Policy:
 
 
 def choose_device(device: str | None = None, dtype: torch.dtype | str | None = None) -> tuple[torch.device, torch.dtype]:
-    """The one place that chooses: CUDA, else Apple's MPS, else the CPU; parameters in float32 unless asked otherwise.
-
-    Float32 parameters everywhere: a step of 1e-6 is lost in bfloat16's eight bits. Compute may be lower through autocast.
-    """
+    """The one place that chooses: CUDA, else Apple's MPS, else the CPU; parameters in float32 unless asked otherwise, since a
+    step of 1e-6 is lost in bfloat16's eight bits. Compute may be lower through autocast."""
     if device is None:
         device = _own_gpu() if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
     if isinstance(dtype, str):
