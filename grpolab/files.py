@@ -22,10 +22,11 @@ except ImportError:  # Windows: two processes in one folder go unnoticed there
     fcntl = None
 
 # Files of a saved model that another saving may lack: the weights' shards, an adapter's, a run's model card.
-MODEL_FILES = ("model*.safetensors", "adapter_model.safetensors", "model.safetensors.index.json", "config.json", "provenance.json",
-               "generation_config.json", "adapter_config.json", "tokenizer.json", "tokenizer.model", "tokenizer_config.json",
-               "special_tokens_map.json", "added_tokens.json", "vocab.json", "vocab.txt", "merges.txt", "spiece.model", "*.jinja",
-               "additional_chat_templates", "README.md", "curve.png", ".DS_Store", ".ipynb_checkpoints")
+MODEL_FILES = (
+    "model*.safetensors", "adapter_model.safetensors", "model.safetensors.index.json", "config.json", "generation_config.json",
+    "adapter_config.json", "provenance.json", "tokenizer.json", "tokenizer.model", "tokenizer_config.json", "added_tokens.json",
+    "special_tokens_map.json", "vocab.json", "vocab.txt", "merges.txt", "spiece.model", "*.jinja", "additional_chat_templates",
+    "README.md", "curve.png", ".DS_Store", ".ipynb_checkpoints")
 DPI = 100  # at which a figure has its nominal size in pixels
 
 # In the repository data/ lies beside the package; an installed wheel carries it inside.
