@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 
 import odd_envs
@@ -195,6 +196,28 @@ def test_a_command_keeps_its_exit_status_where_there_is_no_proc():
               "sys.exit(child_processes.main(['sh', '-c', 'exit 3']))")
     with subprocess.Popen([sys.executable, "-c", script], stdin=subprocess.PIPE, cwd=ROOT) as guard:
         assert guard.wait(SOON) == 3
+
+
+def test_an_interrupt_while_the_command_starts_is_handed_on_to_it():
+    """It comes when the command runs, and its guard has not yet got back from starting it."""
+    guard = """
+import os, signal, subprocess, sys, time
+from grpolab.env import child_processes
+class Slow(subprocess.Popen):
+    def __init__(self, *args, **options):
+        super().__init__(*args, **options)
+        while not os.path.exists(sys.argv[1]):
+            time.sleep(0.01)
+        os.kill(os.getpid(), signal.SIGINT)
+child_processes.subprocess.Popen = Slow
+sys.exit(child_processes.main([sys.executable, "-c", sys.argv[2], sys.argv[1]]))
+"""
+    command = ("import os, signal, sys, time; signal.signal(signal.SIGINT, lambda *_: os._exit(5));"
+               " open(sys.argv[1], 'x').close(); time.sleep(60)")
+    with tempfile.TemporaryDirectory() as folder, subprocess.Popen(
+            [sys.executable, "-c", guard, f"{folder}/ready", command], stdin=subprocess.PIPE, stderr=subprocess.PIPE,
+            cwd=ROOT) as started:
+        assert started.wait(SOON) == 5 and not started.stderr.read()
 
 
 @BOTH

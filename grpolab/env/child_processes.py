@@ -86,6 +86,7 @@ def guard(pid: int) -> int:
     signal.signal(signal.SIGTERM, lambda *_: None)
     signal.signal(signal.SIGCHLD, lambda *_: None)
     signal.signal(signal.SIGINT, hand_on)  # of the owner: a terminal's does not reach us
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
     signal.set_wakeup_fd(woken)
     poller = select.poll()
     poller.register(0, 0)  # asks for nothing, so that only a hang-up is reported
@@ -140,7 +141,10 @@ def main(command: list[str]) -> int:
         prctl = ctypes.CDLL(None).prctl
         prctl(36, 1)  # PR_SET_CHILD_SUBREAPER: what it leaves behind becomes ours
 
+    unmasked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # one that comes now waits until it can be handed on
+
     def end_with_us() -> None:  # in the child, before it becomes the command
+        signal.pthread_sigmask(signal.SIG_SETMASK, unmasked)
         if linux:
             prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
             if os.getppid() != me:
