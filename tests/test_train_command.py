@@ -496,6 +496,10 @@ def test_a_run_with_another_reward_takes_no_others_place(tmp_path, monkeypatch, 
     assert main([*asked, "pays.py:two"]) == 0
     assert "tiny held a run of another configuration (reward 'pays.py:one' -> 'pays.py:two')" in capsys.readouterr().err
     assert set(pd.read_csv(table)["reward"]) == {2.0} and 'reward = "pays.py:two"' in table.with_name("recipe.toml").read_text()
+    note = json.loads((table.parent / "run.json").read_text())
+    assert note["options"] == {"reward": "pays.py:two"}  # Python knows of none, and takes the folder as it is
+    config = command("grpo", *asked[2:], "pays.py:two").config
+    assert commands.Run("cli_grpo", "tiny").differs(config, load_policy("tiny")) is None
     before = tmp_path / "runs" / "cli_grpo" / "tiny.1"
     assert set(pd.read_csv(before / "metrics.csv")["reward"]) == {1.0} and (before / "policy").is_dir()
     assert 'reward = "pays.py:one"' in (before / "recipe.toml").read_text()

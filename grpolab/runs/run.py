@@ -95,7 +95,7 @@ class Run:
         self.replay_states, self.replay_every = Checkpoints(self.folder / "replay", "step"), replay_every
         self.selected = Selected(self.folder, select)
         self.sinks = list(sinks)
-        self.options: dict[str, Any] = {}  # with others of which, beside configuration and data, it is another training
+        self.options: dict[str, Any] | None = None  # with others of which it is another training; None: not known
         self.keeps_end = False  # whether the checkpoint of the last step stays, until `drop_checkpoint`
         self.metrics: list[dict] = []
         self.base = ""  # where the policy of its loop came from
@@ -269,7 +269,7 @@ class Run:
             elif note and note["start"] != key:
                 print(f"{self.shown(self.folder)} starts over, from other weights than before")
             start = self._save_start(policy, key)
-        if note.get("start") != start.key or _changed(note.get("options", self.options), self.options):
+        if note.get("start") != start.key or _changed(note.get("options"), self.options):
             self.drop_checkpoint()
         self.metrics, self._columns, self._session, self._data, self.base = [], [], None, data, start.base
         steps = self._load_checkpoint(plain, policy, optimiser, key if again else None)
@@ -280,7 +280,8 @@ class Run:
             put_weights(policy, start.file)
             policy.version += 1
             print(f"{policy.name} goes back to the weights from which {self.shown(self.folder)} started")
-        note = {"start": start.key, "base": start.base, "config": plain, "data": data, "options": self.options}
+        options = note.get("options") if self.options is None else self.options
+        note = {"start": start.key, "base": start.base, "config": plain, "data": data, "options": options}
         atomic_write(path, json.dumps(note, indent=1) + "\n")
         self.recorder.rewind(steps)
         self.looks.rewind(steps + 1 if steps else 0)
@@ -435,7 +436,10 @@ def provenance(config, run: Run | None, steps: int, base: str) -> dict:
 OTHER_START = "a run that started from other weights"
 
 
-def _changed(before: dict, now: dict) -> list[str]:
+def _changed(before: dict | None, now: dict | None) -> list[str]:
+    """What differs, in words; nothing where one is not known."""
+    if before is None or now is None:
+        return []
     now = json.loads(json.dumps(now))
     return [f"{k} {before.get(k)!r} -> {now.get(k)!r}" for k in {**before, **now} if before.get(k) != now.get(k)]
 
@@ -443,7 +447,7 @@ def _changed(before: dict, now: dict) -> list[str]:
 def _difference(note: dict, plain: dict, start: str, data: str = "", options: dict | None = None) -> str | None:
     """What a folder with this note (empty: none) holds other than the run of this configuration and these options from this
     start on this data ("": not known), in words."""
-    changed = _changed(note.get("config", {}), plain) + _changed(note.get("options", options or {}), options or {})
+    changed = _changed(note.get("config", {}), plain) + _changed(note.get("options"), options)
     if note and changed:
         return f"a run of another configuration ({', '.join(changed)})"
     if note and note.get("start") != start:
