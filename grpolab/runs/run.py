@@ -248,8 +248,7 @@ class Run:
                 if partial.exists() and not partial.name.endswith(".jsonl.partial"):  # those are of `grpolab pairs`
                     shutil.rmtree(partial) if partial.is_dir() else partial.unlink()
         name, plain, key = str(self.folder.resolve()), plain_config(config), weights_hash(policy)
-        path = self.folder / "run.json"  # what the last loop wrote about itself
-        note = json.loads(path.read_text()) if path.exists() else {}
+        path, note = self.folder / "run.json", self._note()
         data_told = "" if self.checkpointed() else data  # a checkpoint of other data is refused
         other = _difference(note, plain, key, data_told, self.options)
         if other and not self.begun_here:
@@ -351,9 +350,12 @@ class Run:
 
     def differs(self, config, policy) -> str | None:
         """What this folder holds other than a run of this configuration from this policy, in words; None for such a run."""
+        return _difference(self._note(), plain_config(config), weights_hash(policy), options=self.options)
+
+    def _note(self) -> dict:
+        """What the last loop wrote about itself; nothing where there was none."""
         path = self.folder / "run.json"
-        note = json.loads(path.read_text()) if path.exists() else {}
-        return _difference(note, plain_config(config), weights_hash(policy), options=self.options)
+        return json.loads(path.read_text()) if path.exists() else {}
 
     @property
     def begun_here(self) -> bool:

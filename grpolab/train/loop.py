@@ -247,14 +247,14 @@ class Training:
         if self.writer is not None:
             self.writer.log(row)
             self.writer.keep_for_replay(self.done, config, policy, self.optimiser)
-            last = self.done == config.steps
-            if last and not self.writer.keeps_end and self.writer.selected.selection is None:
-                self.writer.drop_checkpoint()
-            elif last and self.writer.keeps_end:
+            if self.done < config.steps:
+                if self.done % config.save_every == 0:
+                    self._save()
+            elif self.writer.keeps_end:
                 with suppress(OSError):  # what is saved next is smaller, and an earlier checkpoint stays
                     self._save()
-            elif not last and self.done % config.save_every == 0:
-                self._save()
+            elif self.writer.selected.selection is None:
+                self.writer.drop_checkpoint()
         elif self.run is not None:
             self.run.metrics.append(row)
         return row
