@@ -400,6 +400,7 @@ def gym(found: dict, results: Path) -> list:
             looks, rows, gaps]
 
 
+CHAT_PAIRS = (("grpo", "rejection"), ("grpo", "dpo"), ("grpo", "sft"), ("dpo", "sft"))
 LEARNED = {"sft": "SFT on the chosen", "dpo": "DPO", "rejection": "rejection sampling", "grpo": "GRPO"}
 
 
@@ -441,8 +442,16 @@ def english(found: dict, results: Path) -> list:
     lines = [{"difference": f"{LEARNED[one]} − {LEARNED[other]}", "seed": seed} | {
                 how: f"{c.points}: {c.verdict}" for how in hows
                 for c in [flag_change(found[f"{other} {seed}"][how]["all rules"], found[f"{one} {seed}"][how]["all rules"])]}
-             for seed in seeds for one, other in (("grpo", "rejection"), ("grpo", "dpo"), ("grpo", "sft"), ("dpo", "sft"))
-             if f"{one} {seed}" in found and f"{other} {seed}" in found]
+             for seed in seeds for one, other in CHAT_PAIRS if f"{one} {seed}" in found and f"{other} {seed}" in found]
+    over = []
+    for one, other in (*((kind, "base") for kind in LEARNED), *CHAT_PAIRS):
+        names = [("base" if other == "base" else f"{other} {seed}", f"{one} {seed}") for seed in seeds]
+        both = [(found[before], found[after]) for before, after in names if before in found and after in found]
+        if len(both) > 1:
+            gaps = {how: over_seeds([flag_change(a[how]["all rules"], b[how]["all rules"]).value for a, b in both])
+                    for how in hows}
+            over.append({f"over {len(both)} seeds": f"{LEARNED[one]} − {LEARNED.get(other, 'as it is')}"}
+                        | {how: f"{gap.points}: {gap.verdict}" for how, gap in gaps.items()})
     kinds = []
     for kind in dict.fromkeys(settings["kinds"]):
         at = [i for i, of in enumerate(settings["kinds"]) if of == kind]
@@ -459,7 +468,7 @@ def english(found: dict, results: Path) -> list:
             f"{settings['grpo']['prompts_per_step']} prompts × {settings['grpo']['group_size']} completions; rejection "
             f"sampling gets as many sampled tokens. Gains are paired with the model as it is; minutes leave out the "
             f"sampling of the pairs. Recipe and held-out prompts were frozen before the run; of the three seeds named "
-            f"beforehand, {' and '.join(seeds)} {'was' if len(seeds) == 1 else 'were'} run.", rows, lines,
+            f"beforehand, {' and '.join(seeds)} {'was' if len(seeds) == 1 else 'were'} run.", rows, lines, over or "",
             f"By rule, greedy, seed {seeds[0]}:", rules, "\n".join(f"- {line}." for line in moved),
             f"Prompts of each kind whose greedy answer keeps all rules, seed {seeds[0]}:", kinds,
             f"No policy keeps all rules of any held-out prompt of the kinds: {', '.join(none)}." if none else "",

@@ -10,6 +10,9 @@ import pytest
 
 os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")  # exact mode is impossible with AMX (`verify.by_amx`)
 
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as behind a shell's `&`: what the tests start would ignore it, too
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
 import torch
 from loop_helpers import fresh
 from safetensors.torch import load_model, save_model
