@@ -383,7 +383,7 @@ def test_every_way_to_teach_the_rules_of_chat_is_recorded(monkeypatch, tmp_path)
                                                  | {"tokens": 6}} for name in report.LEARNED}
     over = report.english(record | other, tmp_path)[3]
     assert len(over) == 8 and over[0] == {"over 2 seeds": "SFT on the chosen − as it is", "sampled": over[0]["sampled"],
-                                          "greedy": "+37.5 points [-438.9, +513.9]: no difference seen"}
+                                          "greedy": "+37.5 points [-439.0, +514.0]: no difference seen"}
     assert over[-1]["greedy"] == "+0.0 points [+0.0, +0.0]: no difference seen"
 
 
