@@ -451,24 +451,29 @@ def english(found: dict, results: Path) -> list:
             gaps = {how: over_seeds([flag_change(a[how]["all rules"], b[how]["all rules"]).value for a, b in both])
                     for how in hows}
             over.append({f"over {len(both)} seeds": f"{LEARNED[one]} − {LEARNED.get(other, 'as it is')}"}
-                        | {how: f"{gap.points}: {gap.verdict}" for how, gap in gaps.items()})
+                        | {how: f"{gap.points}: {gap.verdict}" if gap.low < gap.high else
+                           f"{gap.points.partition(' [')[0]} with each seed" for how, gap in gaps.items()})
     kinds = []
     for kind in dict.fromkeys(settings["kinds"]):
         at = [i for i, of in enumerate(settings["kinds"]) if of == kind]
         cells = {"as it is": base} | {LEARNED[of]: run for of, _, run in first}
         kinds.append({"kind of prompt": kind, "prompts": len(at)} | {
             name: sum(run["greedy"]["all rules"][i] == "1" for i in at) for name, run in cells.items()})
-    pairs = found[f"samples {seeds[0]}"]["train"]
+    pairs = [found[f"samples {seed}"]["train"] for seed in seeds]
+    about = {key: " / ".join(f"{of[key]:,}" if key != "all rules" else of[key] for of in pairs)
+             for key in ("pairs", "completions", "tokens", "all rules")}
     none = [row["kind of prompt"] for row in kinds if not any(row[LEARNED[of]] for of, _, _ in first)]
     return [f"{settings['practice']} prompts to practise on and {settings['held_out']} held-out ones, each with rules that a "
             f"program checks. {settings['model']} in {settings['dtype']} with LoRA (rank {settings['adapter']['rank']}), "
             f"answers of at most {settings['new_tokens']} tokens, sampled at temperature {settings['temperature']}. DPO, SFT "
-            f"and the reward model learn from {pairs['pairs']} pairs of {pairs['completions']} completions by the model as it "
-            f"is ({pairs['tokens']:,} tokens; {pairs['all rules']} keep all rules). GRPO: {settings['grpo']['steps']} steps of "
+            f"and the reward model learn from {about['pairs']} pairs, by the seed, of {about['completions']} completions by "
+            f"the model as it is ({about['tokens']} tokens; {about['all rules']} keep all rules). GRPO: "
+            f"{settings['grpo']['steps']} steps of "
             f"{settings['grpo']['prompts_per_step']} prompts × {settings['grpo']['group_size']} completions; rejection "
             f"sampling gets as many sampled tokens. Gains are paired with the model as it is; minutes leave out the "
-            f"sampling of the pairs. Recipe and held-out prompts were frozen before the run; of the three seeds named "
-            f"beforehand, {' and '.join(seeds)} {'was' if len(seeds) == 1 else 'were'} run.", rows, lines, over or "",
+            f"sampling of the pairs, and can be compared within a seed only. Recipe and held-out prompts were frozen before "
+            f"the run. Of the three seeds named beforehand were run: {', '.join(seeds)}.", rows, lines, over or "",
+            "Intervals over seeds hold the luck of the sampling and of the training, not that of the prompts." if over else "",
             f"By rule, greedy, seed {seeds[0]}:", rules, "\n".join(f"- {line}." for line in moved),
             f"Prompts of each kind whose greedy answer keeps all rules, seed {seeds[0]}:", kinds,
             f"No policy keeps all rules of any held-out prompt of the kinds: {', '.join(none)}." if none else "",

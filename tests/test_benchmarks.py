@@ -378,13 +378,14 @@ def test_every_way_to_teach_the_rules_of_chat_is_recorded(monkeypatch, tmp_path)
     about, rows, lines, *_, rewarded = report.english(record, tmp_path)
     assert [row["policy"] for row in rows] == ["as it is", *report.LEARNED.values()] and len(lines) == 4
     assert all(line["greedy"] == "+0.0 points [+0.0, +0.0]: no difference seen" for line in lines)
-    assert "the difference is " in rewarded and "0 was run" in about
-    other = {f"{name} 1": record[f"{name} 0"] | {"greedy": {"all rules": "1101", "rules": record["base"]["greedy"]["rules"]}
+    assert "the difference is " in rewarded and "were run: 0." in about
+    other = {"samples 1": record["samples 0"]} | {
+        f"{name} 1": record[f"{name} 0"] | {"greedy": {"all rules": "1101", "rules": record["base"]["greedy"]["rules"]}
                                                  | {"tokens": 6}} for name in report.LEARNED}
     over = report.english(record | other, tmp_path)[3]
     assert len(over) == 8 and over[0] == {"over 2 seeds": "SFT on the chosen − as it is", "sampled": over[0]["sampled"],
                                           "greedy": "+37.5 points [-439.0, +514.0]: no difference seen"}
-    assert over[-1]["greedy"] == "+0.0 points [+0.0, +0.0]: no difference seen"
+    assert over[-1]["greedy"] == "+0.0 points with each seed"
 
 
 # --- provenance -------------------------------------------------------------------------------------------------------
