@@ -519,6 +519,11 @@ def greedily_ahead(before: dict, after: dict, templates: list[str]) -> Interval:
     return clustered_interval([int(b) - int(a) for a, b in flags], templates)
 
 
+def on_set(measured: dict, name: str) -> dict:
+    """What was measured on the set of tasks with this name."""
+    return measured if name == "first" else measured[f"{name} set"]
+
+
 def administration(found: dict, results: Path) -> list:
     settings, tiers, gains, rows = found["settings"], found["settings"]["tiers"], [], []
     sets = {name: templates_of(settings, seed) for seed, name in enumerate(("first", "second", "third"))}
@@ -538,11 +543,10 @@ def administration(found: dict, results: Path) -> list:
     for kind, seed, run in runs_of(found, "short", "long", "wide"):
         row(KINDS[kind], seed, "first", run["after"], run, found["best"])
     for of in sets if "best twice" in found else ():
-        best, *twice = (each if of == "first" else each[f"{of} set"]
-                        for each in (found["best twice"], *(run["after"] for _, _, run in runs_of(found, "twice"))))
+        best = on_set(found["best twice"], of)
         row("best SFT, two turns", "", of, best)
-        for (kind, seed, run), measured in zip(runs_of(found, "twice"), twice, strict=True):
-            row(KINDS[kind], seed, of, measured, run, best)
+        for kind, seed, run in runs_of(found, "twice"):
+            row(KINDS[kind], seed, of, on_set(run["after"], of), run, best)
     return [f"Tasks of the tiers {' and '.join(tiers)} in simulated AWS accounts, one command an episode; in two turns the "
             f"policy reads the output of its first command and may write a second one. {settings['model']} in "
             f"{settings['dtype']}; SFT on {settings['demonstrations']} reference solution of each template. Of each tier "

@@ -40,7 +40,7 @@ from grpolab.env.aws.generate import FreshTasks, instance, instances  # noqa: E4
 from grpolab.env.aws.tasks import Task, template_ids  # noqa: E402
 from grpolab.env.pool import rollout_seed  # noqa: E402
 from grpolab.env.server import serve  # noqa: E402
-from grpolab.evaluate import mean_interval, share_interval  # noqa: E402
+from grpolab.evaluate import share_interval  # noqa: E402
 from grpolab.runs.run import Run  # noqa: E402
 from grpolab.runs.selection import Selection  # noqa: E402
 from grpolab.train import GRPOConfig, SFTConfig, demonstrations, sft  # noqa: E402
@@ -294,15 +294,6 @@ def path_of(rows: Sequence[dict]) -> dict[str, str]:
     return {template: " ".join(told) for template, told in path.items()}
 
 
-def gains(before: dict, after: dict) -> dict:
-    """Paired differences on the held-out tasks: of both tiers and of each, and of the samples."""
-    whole = runs.paired("".join(before["flags"].values()), "".join(after["flags"].values()))
-    more = [(int(b) - int(a)) / SETTINGS["samples"] for a, b in zip(before["counts"], after["counts"], strict=True)]
-    found = {"gain": whole, "gain_sampled": str(mean_interval(more)),
-             "gains": {tier: runs.paired(before["flags"][tier], after["flags"][tier]) for tier in TIERS}}
-    return found | {name: gains(before[name], after[name]) for name in SETS if name in after}
-
-
 def main() -> None:
     words = runs.words(__doc__)
     if words[:1] == ["--one"]:
@@ -312,14 +303,12 @@ def main() -> None:
         return
     record = runs.Record(RESULTS, SETTINGS)
     kind, *seeds = words or ["short", *SEEDS]
-    before = "best twice" if kind == "twice" else "best"
-    for name in ("base", "sft", "best", before):
+    for name in ("base", "sft", "best", *(["best twice"] if kind == "twice" else [])):
         if name not in record:
             record.keep(name, runs.in_process(__file__, name))
     for seed in seeds or SEEDS:
         if (name := f"{kind} {seed}") not in record:
-            found = runs.in_process(__file__, kind, seed)
-            record.keep(name, found | gains(record[before], found["after"]))
+            record.keep(name, runs.in_process(__file__, kind, seed))
 
 
 if __name__ == "__main__":
