@@ -167,15 +167,18 @@ def test_a_cell_that_is_run_again_measures_the_start_as_the_start_and_another_ru
 def test_the_best_is_never_half_written(tmp_path, monkeypatch):
     measure, seen = scripted({0: 0.1, 3: 0.9, 6: 0.2})
 
+    class Killed(BaseException):  # no KeyboardInterrupt: asyncio raises that past the task, whose exception is never retrieved,
+        pass  # and is reported in a later collection; inside ast.parse, Python before 3.11.8 then raises a SystemError there
+
     def killed(path):
         if path.name == "best-00000003":
-            raise KeyboardInterrupt
+            raise Killed
         return atomic_folder(path)
 
     run = Run("x", root=tmp_path, select=Selection(measure, every=3))
     with monkeypatch.context() as patch:
         patch.setattr("grpolab.runs.selection.atomic_folder", killed)
-        with pytest.raises(KeyboardInterrupt):
+        with pytest.raises(Killed):
             train(load_policy("tiny"), run)
     assert torch.equal(weights(run.best()), seen[0]) and list(run.measured()["steps"]) == [0]
     with monkeypatch.context() as patch:  # the new one stands, and the old one is dropped half-way
