@@ -19,7 +19,14 @@ ROOT = HERE.parent
 sys.path.insert(0, str(ROOT))
 
 from grpolab.env.aws.generate import instances  # noqa: E402
-from grpolab.evaluate import Interval, clustered_interval, mean_interval, student_t, wilson  # noqa: E402
+from grpolab.evaluate import (  # noqa: E402
+    Interval,
+    clustered_interval,
+    mean_interval,
+    share_interval,
+    student_t,
+    wilson,
+)
 from grpolab.files import atomic_write  # noqa: E402
 from grpolab.lab import board  # noqa: E402
 from grpolab.lab.metrics import readable  # noqa: E402
@@ -513,6 +520,16 @@ def templates_of(settings: dict, seed: int) -> list[str]:
     return [t.template for tier in settings["tiers"] for t in instances(tier, settings["held_out"], seed, "held_out")]
 
 
+def success_of(measured: dict, settings: dict, templates: list[str]) -> dict[str, Interval]:
+    """The success on each tier and on both, and of the sampled answers; tasks of one template are a cluster."""
+    n, flags = settings["held_out"], {tier: [int(flag) for flag in of] for tier, of in measured["flags"].items()}
+    rates = {"both tiers": share_interval(sum(flags.values(), []), templates)}
+    rates |= {tier: share_interval(of, templates[i * n : i * n + n]) for i, (tier, of) in enumerate(flags.items())}
+    if counts := measured.get("counts"):
+        rates["sampled"] = share_interval([int(count) / settings["samples"] for count in counts], templates)
+    return rates
+
+
 def greedily_ahead(before: dict, after: dict, templates: list[str]) -> Interval:
     """The difference of greedy success, with tasks of one template as one sample."""
     flags = zip("".join(before["flags"].values()), "".join(after["flags"].values()), strict=True)
@@ -529,8 +546,7 @@ def administration(found: dict, results: Path) -> list:
     sets = {name: templates_of(settings, seed) for seed, name in enumerate(("first", "second", "third"))}
 
     def row(policy, seed, of, measured, run=None, best=None):
-        row = {"policy": policy, "seed": seed, "tasks": of, "both tiers": measured["both"]}
-        row |= {tier: measured[tier] for tier in tiers} | {"sampled": measured.get("sampled", "")}
+        row = {"policy": policy, "seed": seed, "tasks": of, **success_of(measured, settings, sets[of])}
         if run:
             gain = greedily_ahead(best, measured, sets[of])
             row |= {"gain over the best SFT": gain.points, "minutes": f"{run['seconds'] / 60:.1f}"}
@@ -553,7 +569,7 @@ def administration(found: dict, results: Path) -> list:
             f"{settings['held_out']} held-out instances a set, with no value that training has in a slot of its kind, answered "
             f"greedily and {settings['samples']} times at temperature 1. The sets share a few: the second was measured halfway "
             "and after the recipe of two turns, the third was sampled after the hyperparameters were frozen. "
-            "Intervals of gains are over the templates. All of it was graded by an earlier grader, which was more lenient "
+            "All intervals are over the templates. All of it was graded by an earlier grader, which was more lenient "
             "with policies of IAM and with alarms. Rejection sampling was run for the short recipe alone, in the next section.",
             rows, below(10, gains)]
 
@@ -573,8 +589,7 @@ def administration_over_seeds(found: dict, results: Path) -> list:
     for _, seed, grown in runs_of(found, "grpo"):
         of = {name: found[f"{name} {seed}"] for name in names if f"{name} {seed}" in found}
         for name, run in of.items():
-            row = {"policy": names[name], "seed": seed, "both tiers": run["after"]["both"]}
-            row |= {tier: run["after"][tier] for tier in settings["tiers"]} | {"sampled": run["after"]["sampled"]}
+            row = {"policy": names[name], "seed": seed, **success_of(run["after"], settings, templates)}
             if name != "sft":
                 gains = ahead(of["sft"]["after"], run["after"])
                 row |= {f"over SFT, {how}": gain.points for how, gain in gains.items()}
@@ -601,8 +616,8 @@ def administration_over_seeds(found: dict, results: Path) -> list:
              f"begin at the best of it and have equally many rollouts. Rejection sampling: {rounds['rounds']} rounds of "
              f"{rounds['tasks']} tasks and {rounds['samples']} samples, then SFT on the answers that solved their task. SFT on "
              "many begins at the model as it is and has the reference solutions of all these tasks, too, and "
-             f"{settings['many']['steps']} steps. Intervals of differences are over the templates, those of the last table "
-             "over the seeds.", rows, gaps, over]
+             f"{settings['many']['steps']} steps. Intervals are over the templates, those of the last table over the "
+             "seeds.", rows, gaps, over]
     if without[True]:
         unseen, seen = (clustered_interval(*zip(*without[never])) for never in (True, False))
         lines.append(f"SFT on many without every {settings['left out']}th template solves {unseen} of the held-out tasks of "

@@ -87,12 +87,15 @@ def student_t(freedom: int) -> float:
     return STUDENT[freedom - 1]
 
 
-def share_interval(shares: Sequence[float]) -> Interval:
-    """Mean of shares between 0 and 1, one a question, with its normal interval, cut where a share cannot be. Where each is 0 or
-    1 it is Wilson's, since the normal one has no width where all are alike."""
-    if set(shares) <= {0, 1}:
-        return wilson(round(sum(shares)), len(shares))
-    mean = mean_interval(shares)
+def share_interval(shares: Sequence[float], clusters: Sequence[Any] | None = None) -> Interval:
+    """Mean of shares between 0 and 1 with its normal interval, cut where a share cannot be; `clusters` as in
+    clustered_interval, else each share is a question's. Where all are 0 or 1 it is Wilson's if each has a cluster of its own,
+    or if all are alike, since the normal one has no width there; then a cluster counts once."""
+    clusters = range(len(shares)) if clusters is None else clusters
+    of = len(set(clusters))
+    if set(shares) <= {0, 1} and (of == len(shares) or len(set(shares)) == 1):
+        return wilson(round(sum(shares) / max(1, len(shares)) * of), of)
+    mean = clustered_interval(shares, clusters)
     return Interval(mean.value, min(mean.value, max(0.0, mean.low)), max(mean.value, min(1.0, mean.high)))
 
 

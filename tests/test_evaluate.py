@@ -22,6 +22,7 @@ from grpolab.evaluate import (
     improvement,
     mean_interval,
     pass_at_k,
+    share_interval,
     side_by_side,
     student_t,
     suite_table,
@@ -127,6 +128,13 @@ def test_values_of_one_cluster_count_as_one_sample():
     assert mean_interval(values * 4).low > copied.low + 0.1
     with pytest.raises(ValueError, match="at least two questions, or clusters of them, got 1"):
         clustered_interval(values, [0] * 5)
+    shares = share_interval(values * 4, [*range(5)] * 4)  # cut where no share can be
+    assert (shares.low, shares.high) == (pytest.approx(copied.low), 1.0) and copied.high > 1
+    assert share_interval(values, range(5)) == share_interval(values) == wilson(3, 5)
+    for all_alike in (0.0, 1.0):  # no width, so Wilson's, with as many samples as there are clusters
+        assert share_interval([all_alike] * 20, [*range(5)] * 4) == wilson(5 * int(all_alike), 5)
+    with pytest.raises(ValueError, match="at least one question"):
+        share_interval([], [])
 
 
 def test_improvement_is_paired(tiny, says):
