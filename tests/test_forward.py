@@ -92,7 +92,6 @@ def test_shared_prompts_without_padding_equal_the_models_own_rows(name, share, m
     if share not in (True, False):
         monkeypatch.setattr(logps, "row_step", lambda policy: 8)
         monkeypatch.setattr(layout, "SMALL", 0)
-        monkeypatch.setattr(layout, "SCORES", 17)
     policy, rollouts = policy_of(CONFIGS[name]), []
     for prompt, completions in (((5, 6, 7, 8), ((20, 21, 22), range(20, 29), (20,))), ((9,), ((23, 20, 24, 23),)),
                                 ((10, 11), ((), (20, 21), range(20, 25))),
@@ -124,18 +123,19 @@ def test_no_padding_is_computed_nor_what_nothing_depends_on():
     rollouts.append(given((8, 8), (7,) * 5, (0,) * 5))
     found = lay_out(rollouts)
     assert len(found.tokens.ids) == (2 + 29 + 1) + (1 + 1 + 3) + 2
-    (alone,), (beginnings,), (completions,) = found.tokens.alone, found.tokens.beginnings, found.tokens.completions
-    assert alone.keys.shape == (3, 2) and beginnings.queries.shape == (2, 30) and completions.keys.shape == (4, 29)
+    alone, rest = found.tokens.tables
+    assert alone.mask is None and alone.keys.shape == (3, 2)
+    assert rest.keys.shape == (3, 32) and rest.own.tolist() == [1, 3, 30]  # the 29 and the 1 of one prompt share a row
     assert found.rows.ids.shape == (7, 31) and len(found.target) == 30 + 1 + 2 + 1 + 2 + 3
     rests = (7, 8), (7, 9, 9), (6,), (7, 8), (7, 8, 4)
     episodes = [given((5,), (1, 2, 3, *rest, 0), (1,) * (4 + len(rest))) for rest in rests]
     tokens = lay_out(episodes).tokens
     assert tokens.ids.tolist() == [5, 1, 2, 3, 6, 7, 8, 4, 9, 9]  # in the order of their tokens, 6 before 7
-    assert tokens.alone[0].keys.tolist() == [[0, 1, 2, 3]] and len(lay_out(episodes, share=False).tokens.ids) == 31
+    assert tokens.tables[0].keys.tolist() == [[0, 1, 2, 3]] and len(lay_out(episodes, share=False).tokens.ids) == 31
 
 
 def test_parts_count_what_is_computed():
-    """A prompt once among neighbours; copies of its keys and values are bounded too; a long rollout goes alone."""
+    """A prompt once among neighbours; a long rollout goes alone."""
     of = lambda prompt, n, begins=(): [given(prompt, (*begins, *[n] * n), (1,) * (len(begins) + n))]  # noqa: E731
     a, b = (1,) * 10, (2,) * 10
     rollouts = [of(a, 5), of(a, 6), of(b, 5), of(b, 30), of(a, 1)]
@@ -145,11 +145,9 @@ def test_parts_count_what_is_computed():
     pairs = [[*x, *y] for x, y in zip(rollouts[:-1:2], rollouts[1::2])]
     assert list(distinct_parts(pairs, 21)) == [slice(0, 1), slice(1, 2)]
     assert list(distinct_parts(pairs, 66)) == [slice(0, 2)] and list(distinct_parts(pairs, 65)) == [slice(0, 1), slice(1, 2)]
-    many = [of(a, n, (3,) * 90) for n in range(10, 20)]  # 10 + 90 + 145 tokens, and ten copies of the 90's keys
+    many = [of(a, n, (3,) * 90) for n in range(10, 20)]  # 10 + 90 + 145 tokens
     assert list(distinct_parts(many, 245)) == [slice(0, 10)]
     assert [part.stop - part.start for part in distinct_parts(many, 135)] == [3, 2, 2, 2, 1]
-    many = [of(a, 1, (3,) * 90) for _ in range(20)]  # 101 tokens, and 20 * 91 of keys
-    assert [part.stop - part.start for part in distinct_parts(many, 102)] == [8, 8, 4]
 
 
 def test_a_token_that_nothing_comes_before_has_no_logp():

@@ -1,7 +1,7 @@
 """The decoder of Llama-shaped models for training: tokens without rows, (M, D), and attention apart from the rest.
 
 It calls the model's own modules in the order of its own forward. Shapes: M tokens, D hidden size, H heads, H' of keys and
-values, g = H / H', d head size; R rows of T queries and S keys in a table (`layout.Table`).
+values, d head size; R rows of T queries and S keys in a table (`layout.Table`).
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from grpolab.models.load import attention_of, llama_obstacle
-from grpolab.train.layout import Table, Tokens
+from grpolab.train.layout import Tokens
 
 Attend = Callable[[Tensor, Tensor, Tensor, float], Tensor]  # queries, keys, values (M, H, d), scale -> (M, H, d)
 
@@ -76,109 +76,41 @@ def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 # --- attention --------------------------------------------------------------------------------------------------------
 
 
-def attention(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-    """softmax(q k^T scale) v of rows, where nothing sees what follows it: q (R, T, H, d), k and v (R, T, H', d) ->
-    (R, T, H, d). In fp32 on a processor, where attention in bf16 is slower as well as coarser."""
+def attention(q: Tensor, k: Tensor, v: Tensor, scale: float, mask: Tensor | None = None) -> Tensor:
+    """softmax(q k^T scale + mask) v of rows: q (R, T, H, d), k and v (R, S, H', d), mask (R, 1, T, S) -> (R, T, H, d); without
+    a mask nothing sees what follows it. In fp32 on a processor, where attention in bf16 is slower as well as coarser."""
     groups, dtype, exact = q.shape[2] // k.shape[2], v.dtype, q.device.type == "cpu"
     if exact:
-        q, k, v = (t.to(torch.promote_types(t.dtype, torch.float32)) for t in (q, k, v))
+        q, k, v = map(_wide, (q, k, v))
     shared = exact and len(q) > 1  # the kernel then reads a group's keys once; one row alone is better cut by its query heads
     if groups > 1 and not shared:
         k, v = (t[:, :, :, None].expand(-1, -1, -1, groups, -1).flatten(2, 3) for t in (k, v))
     q, k, v = (t.transpose(1, 2) for t in (q, k, v))
     with torch.autocast(q.device.type, enabled=not exact and torch.is_autocast_enabled(q.device.type)):
-        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=shared)
+        mixed = F.scaled_dot_product_attention(q, k, v, attn_mask=None if mask is None else mask.to(q.dtype), scale=scale,
+                                               is_causal=mask is None, enable_gqa=shared)
     return mixed.transpose(1, 2).to(dtype)
 
 
-def partial_attention(q: Tensor, k: Tensor, v: Tensor, table: Table) -> tuple[Tensor, Tensor]:
-    """What the queries of a table find among those keys that they look at in it: softmax(q k^T) v (R, T, H, d), and
-    log sum exp(q k^T) (R, T, H), by which it is added to what they find elsewhere. q (R, T, H, d), k and v (R, S, H', d);
-    in fp32 or wider."""
-    k, v = (t.transpose(1, 2).contiguous() for t in (k, v))
-    q = q.unflatten(2, (k.shape[1], -1)).transpose(1, 2).contiguous()
-    mixed, lse = _PartialAttention.apply(q, k, v, table)
-    return mixed.transpose(1, 2).flatten(2, 3), lse.transpose(1, 2).flatten(2)
-
-
-class _PartialAttention(torch.autograd.Function):
-    """With P = exp(q k^T - lse): dS = P (dO v^T - sum(dO O) + dlse), as in FlashAttention (arXiv 2205.14135, appendix B.2),
-    where lse had no gradient. q (R, H', T, g, d), k and v (R, H', S, d). The scores are made again in the backward."""
-
-    @staticmethod
-    def forward(ctx, q, k, v, table):
-        mixed, lse = torch.empty_like(q), q.new_empty(*q.shape[:-1], 1)
-        with torch.autocast(q.device.type, enabled=False):
-            for r, t, n, hidden in table.blocks:
-                scores = _scores(q[r, :, t], k[r, :, :n], hidden)
-                top = scores.amax(-1, keepdim=True)
-                total = scores.sub_(top).exp_().sum(-1, keepdim=True)
-                shape = q[r, :, t].shape
-                mixed[r, :, t] = (scores @ v[r, :, :n]).div_(total).view(shape)
-                lse[r, :, t] = (top + total.log()).view(*shape[:-1], 1)
-        ctx.save_for_backward(q, k, v, mixed, lse)
-        ctx.table = table
-        return mixed, lse.squeeze(-1)
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx, grad, grad_lse):
-        q, k, v, mixed, lse = ctx.saved_tensors
-        shift = grad_lse[..., None] - (grad * mixed).sum(-1, keepdim=True)
-        grad_q, grad_k, grad_v = torch.empty_like(q), torch.zeros_like(k), torch.zeros_like(v)
-        with torch.autocast(q.device.type, enabled=False):
-            for r, t, n, hidden in ctx.table.blocks:
-                p = _scores(q[r, :, t], k[r, :, :n], hidden)
-                p = p.sub_(lse[r, :, t].flatten(2, 3)).exp_()
-                g = grad[r, :, t].flatten(2, 3)
-                ds = (g @ v[r, :, :n].mT).add_(shift[r, :, t].flatten(2, 3)).mul_(p)
-                grad_q[r, :, t] = (ds @ k[r, :, :n]).view(q[r, :, t].shape)
-                grad_k[r, :, :n] += ds.mT @ q[r, :, t].flatten(2, 3)
-                grad_v[r, :, :n] += p.mT @ g
-        return grad_q, grad_k, grad_v, None
-
-
-def _scores(q: Tensor, k: Tensor, hidden: Tensor | None) -> Tensor:
-    """q k^T: q (r, H', t, g, d), k (r, H', n, d) -> (r, H', t g, n); -inf where `hidden` (r, 1, t, 1, n)."""
-    scores = q.flatten(2, 3) @ k.mT
-    if hidden is not None:
-        scores.view(*q.shape[:-1], -1).masked_fill_(hidden, -torch.inf)
-    return scores
+def _wide(x: Tensor) -> Tensor:
+    return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
 def attending(tokens: Tokens) -> Attend:
-    """Every token sees what comes before it in its own rollout. What follows a shared beginning attends to that and to the rest
-    apart; the two are weighed by the exponentials of their scores, so that no key of a beginning is copied."""
-
-    def places(tables):
-        """Where the results of the tables stand one after another, and the tokens that they are of."""
-        none = torch.empty(0, dtype=torch.long, device=tokens.ids.device)
-        seen, queries = (torch.cat([none, *(x.flatten() for x in of)]) for of in ([t.seen for t in tables],
-                                                                                  [t.queries for t in tables]))
-        real = seen.nonzero().squeeze(1)
-        return real, queries[real], len(seen)
-
-    (at, which, alone), (at_beginning, which_beginning, _), (at_rest, which_rest, _) = map(
-        places, (tokens.alone, tokens.beginnings, tokens.completions))
-    where = torch.empty_like(tokens.ids)
-    where[which_beginning] = at_beginning
-    at_beginning = where[which_rest]
-    where[which], where[which_rest] = at, torch.arange(alone, alone + len(which_rest), device=where.device)
+    """Every token sees what comes before it in its own rollout, each in its row of a table."""
+    real = [(torch.arange(t.queries.shape[1], device=t.own.device) < t.own[:, None]).flatten() for t in tokens.tables]
+    where = torch.empty_like(tokens.ids)  # of each token, among the queries of all tables
+    where[torch.cat([t.queries.flatten() for t in tokens.tables])[torch.cat(real)]] = torch.cat(real).nonzero().squeeze(1)
 
     def attend(q, k, v, scale):
-        def rows(x, table):
-            return pick(x, table.flatten()).unflatten(0, table.shape)
+        def rows(x, places):
+            return pick(x, places.flatten()).unflatten(0, places.shape)
 
-        def found(tables, at):
-            parts = [partial_attention(rows(wide_q, t.queries), rows(wide_k, t.keys), rows(wide_v, t.keys), t) for t in tables]
-            return (pick(torch.cat([x.flatten(0, 1) for x in of]), at) for of in zip(*parts))
-
-        out = [attention(*(rows(x, t.keys) for x in (q, k, v)), scale).flatten(0, 1) for t in tokens.alone]
-        if tokens.completions:
-            wide_q, wide_k, wide_v = (x.to(torch.promote_types(x.dtype, torch.float32)) for x in (q, k, v))
-            wide_q = wide_q * scale
-            (a, lse_a), (b, lse_b) = found(tokens.beginnings, at_beginning), found(tokens.completions, at_rest)
-            out.append(torch.lerp(b, a, (lse_a - lse_b).sigmoid()[..., None]).to(v.dtype))
-        return pick(torch.cat(out), where)
+        dtype = v.dtype
+        if q.device.type == "cpu":  # before the rows are picked, so that the gradients of a key's copies add up in fp32
+            q, k, v = map(_wide, (q, k, v))
+        out = [attention(rows(q, t.queries), rows(k, t.keys), rows(v, t.keys), scale, t.mask).flatten(0, 1)
+               for t in tokens.tables]
+        return pick(torch.cat(out), where).to(dtype)
 
     return attend

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import groupby
+from itertools import chain, groupby
 
 import torch
 from torch.nn import functional as F
@@ -16,9 +16,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from grpolab.rollouts import Rollout
 
-COPIES = 8  # times the budget of tokens: of keys and values of shared completions that a pass without rows gathers
 PADDING, SMALL = 1.25, 512  # a table of attention holds at most so many times its entries, or so many
-SCORES = 2**17  # scores of a head that are computed together, which stay in a processor's cache
 
 
 @dataclass(frozen=True)
@@ -33,50 +31,33 @@ class Rows:
 
 @dataclass(frozen=True)
 class Table:
-    """R rows of T `queries` and S `keys`, numbers in a line of tokens, padded at the right with 0: query t of row r looks at
-    the first `seen[r, t]` keys, at none where it is padding."""
+    """R rows of T `queries` and S `keys`, numbers in a line of tokens, padded at the right with 0; the first `own` (R,) queries
+    are real. `mask` (R, 1, T, S): 0 where a query looks at a key, -inf elsewhere. Without it the queries are the keys, and each
+    looks at those up to itself."""
 
     queries: torch.Tensor
     keys: torch.Tensor
-    seen: torch.Tensor
+    own: torch.Tensor
+    mask: torch.Tensor | None
 
     def to(self, device) -> Table:
-        return Table(self.queries.to(device), self.keys.to(device), self.seen.to(device))
-
-    @cached_property
-    def blocks(self) -> list[tuple[slice, slice, int, torch.Tensor | None]]:
-        """(rows, queries, keys that they need, which of these each must not see: (r, 1, t, 1, S), or None) of each part that
-        is computed at once. Padding sees the first key."""
-        (r, t), s = self.queries.shape, self.keys.shape[1]
-        size = SCORES if self.seen.device.type == "cpu" else 64 * SCORES
-        rows, columns = max(1, size // (t * s)), max(1, min(t, size // s))
-        out = []
-        for i in range(0, r, rows):
-            for j in range(0, t, columns):
-                part = slice(i, i + rows), slice(j, j + columns)
-                seen = self.seen[part].clamp(min=1)
-                need = int(seen.max())
-                hidden = torch.arange(need, device=seen.device) >= seen[:, None, :, None, None]
-                out.append((*part, need, hidden if bool(hidden.any()) else None))
-        return out
+        return Table(*(None if x is None else x.to(device) for x in (self.queries, self.keys, self.own, self.mask)))
 
 
 @dataclass(frozen=True)
 class Tokens:
-    """M tokens in one line, ids and positions (M,). What sees only itself is in a table of `alone`: shared beginnings, and
-    rollouts that share none. What follows a shared beginning looks at it in a table of `beginnings`, a family a row, and at
-    the rest of its rollout in one of `completions`. `predictor` (K,): the token that predicts each chosen one."""
+    """M tokens in one line, ids and positions (M,). Each is a query in one row of one of the `tables`: shared beginnings, and
+    rollouts that share none, in those without a mask; what follows a shared beginning in the others, which have its keys, too.
+    `predictor` (K,): the token that predicts each chosen one."""
 
     ids: torch.Tensor
     positions: torch.Tensor
     predictor: torch.Tensor
-    alone: tuple[Table, ...]
-    beginnings: tuple[Table, ...]
-    completions: tuple[Table, ...]
+    tables: tuple[Table, ...]
 
     def to(self, device) -> Tokens:
-        tables = (tuple(t.to(device) for t in of) for of in (self.alone, self.beginnings, self.completions))
-        return Tokens(self.ids.to(device), self.positions.to(device), self.predictor.to(device), *tables)
+        return Tokens(self.ids.to(device), self.positions.to(device), self.predictor.to(device),
+                      tuple(table.to(device) for table in self.tables))
 
     def filled(self, step: int) -> Tokens:
         """With tokens that nobody looks at, and predictors of nothing, behind the others up to multiples of `step`."""
@@ -84,7 +65,7 @@ class Tokens:
         places = list(range(len(self.ids), len(self.ids) + more))
         return replace(
             self, ids=F.pad(self.ids, (0, more)), positions=torch.cat((self.positions, torch.arange(more))),
-            predictor=F.pad(self.predictor, (0, predictors)), alone=(*self.alone, *_tables([(places, places)] * (more > 0))))
+            predictor=F.pad(self.predictor, (0, predictors)), tables=(*self.tables, *_tables([_Row([places])] * (more > 0))))
 
 
 @dataclass(frozen=True)
@@ -118,7 +99,7 @@ class Layout:
         """Neighbours of one prompt share it and, rollout by rollout in the order of their tokens, what they begin with alike;
         with `share`."""
         ids, positions, read = [], [], self._read
-        alone, beginnings, completions = [], [], []  # (queries, keys) of each row
+        alone, rest = [], []  # the rows of attention
         chains: list[list[int]] = [[] for _ in self.rollouts]  # the places of the last token of the prompt, and of what is read
 
         def line(tokens: Sequence[int], start: int = 0) -> list[int]:
@@ -131,27 +112,25 @@ class Layout:
             prompt = self.rollouts[members[0]].prompt
             if len(members) == 1:
                 places = line(prompt + read[members[0]] or (self.pad_id,))
-                alone.append((places, places))
+                alone.append(_Row([places]))
                 chains[members[0]] = places[len(prompt) - 1 :] if prompt else [0, *places]
                 continue
             members = sorted(members, key=read.__getitem__)
             common = alike(read[members[0]], read[members[-1]])  # of all members, as they are in order
             trunk = line(prompt + read[members[0]][:common])
-            alone.append((trunk, trunk))
-            chain, before, rest = trunk[len(prompt) - 1 :], (), []
+            alone.append(_Row([trunk]))
+            line_of, before, chosen = trunk[len(prompt) - 1 :], (), []
             for i in members:
                 n = max(common, alike(read[i], before))
                 new = line(read[i][n:], len(prompt) + n)
-                chain, before = chain[: n + 1] + new, read[i]
-                chains[i], rest = chain, rest + new
+                line_of, before = line_of[: n + 1] + new, read[i]
+                chains[i] = line_of
                 if new:
-                    completions.append((new, chain[common + 1 :]))
-            if rest:
-                beginnings.append((rest, trunk))
+                    chosen.append((new, trunk + line_of[common + 1 :]))
+            rest += _together(chosen)
         starts = torch.tensor([0, *map(len, chains)]).cumsum(0)
-        predictor = torch.tensor([place for chain in chains for place in chain])[starts[self.row] + self.column]
-        return Tokens(torch.tensor(ids), torch.tensor(positions), predictor, tuple(_tables(alone)),
-                      tuple(_tables(beginnings, causal=False)), tuple(_tables(completions)))
+        predictor = torch.tensor([place for of in chains for place in of])[starts[self.row] + self.column]
+        return Tokens(torch.tensor(ids), torch.tensor(positions), predictor, (*_tables(alone), *_tables(rest)))
 
     def _families(self) -> list[list[int]]:
         """The numbers of neighbouring rollouts that share a prompt."""
@@ -167,27 +146,71 @@ def alike(a: Sequence[int], b: Sequence[int]) -> int:
     return next((n for n, (x, y) in enumerate(zip(a, b)) if x != y), min(len(a), len(b)))
 
 
-def _tables(rows: Sequence[tuple[list[int], list[int]]], causal: bool = True) -> Iterator[Table]:
-    """Rows of (queries, keys) of similar lengths together. `causal`: the queries are the last keys, and each sees no further
-    than itself; else each sees all keys of its row."""
-    part: list[tuple[list[int], list[int]]] = []
-    for row in sorted(rows, key=lambda row: (len(row[1]), len(row[0]))):
+@dataclass(frozen=True)
+class _Row:
+    """Places of queries, and for each list of them what its last one sees: the one before it sees one less. Without it the
+    queries see themselves."""
+
+    queries: list[list[int]]
+    seen: list[list[int]] | None = None
+
+    @cached_property
+    def keys(self) -> dict[int, int]:
+        """The place of each key, once, and its column."""
+        return {place: i for i, place in enumerate(dict.fromkeys(chain.from_iterable(self.seen or self.queries)))}
+
+    @property
+    def size(self) -> tuple[int, int]:
+        return len(self.keys), sum(map(len, self.queries))
+
+
+def _together(chosen: Sequence[tuple[list[int], list[int]]]) -> Iterator[_Row]:
+    """Neighbours (queries, what their last one sees) share a row and its keys as long as it has few scores that are hidden. So
+    long beginnings are copied seldom: to a row of its own goes what has new tokens for a quarter of what it sees, about."""
+    row, keys, queries, needed = _Row([], []), {}, 0, 0
+    for new, seen in chosen:
+        more, scores = keys | dict.fromkeys(seen), len(new) * len(seen)
+        if row.queries and (queries + len(new)) * len(more) > PADDING * (needed + scores):
+            yield row
+            row, more, queries, needed = _Row([], []), dict.fromkeys(seen), 0, 0
+        row.queries.append(new)
+        row.seen.append(seen)
+        keys, queries, needed = more, queries + len(new), needed + scores
+    if row.queries:
+        yield row
+
+
+def _tables(rows: Sequence[_Row]) -> Iterator[Table]:
+    """Rows of similar sizes together."""
+    part: list[_Row] = []
+    for row in sorted(rows, key=lambda row: row.size):
         more = [*part, row]
-        entries = [(len(more) * max(lengths), sum(lengths)) for lengths in ([len(x) for x in side] for side in zip(*more))]
+        entries = [(len(more) * max(lengths), sum(lengths)) for lengths in zip(*(row.size for row in more))]
         if part and any(held > max(SMALL, PADDING * real) for held, real in entries):
-            yield _table(part, causal)
+            yield _table(part)
             more = [row]
         part = more
     if part:
-        yield _table(part, causal)
+        yield _table(part)
 
 
-def _table(rows: Sequence[tuple[list[int], list[int]]], causal: bool) -> Table:
-    queries, keys = (pad_sequence([torch.tensor(x) for x in side], batch_first=True) for side in zip(*rows))
-    own, all_keys = (torch.tensor([[len(x)] for x in side]) for side in zip(*rows))
-    column = torch.arange(queries.shape[1])
-    seen = all_keys - own + column + 1 if causal else all_keys.expand_as(queries)
-    return Table(queries, keys, torch.where(column < own, seen, 0))
+def _table(rows: Sequence[_Row]) -> Table:
+    queries = [[*chain.from_iterable(row.queries)] for row in rows]
+    sides = [pad_sequence([torch.tensor([*x]) for x in of], batch_first=True) for of in (queries, [row.keys for row in rows])]
+    mask = None if rows[0].seen is None else torch.stack([_mask(row, *(x.shape[1] for x in sides)) for row in rows])[:, None]
+    return Table(*sides, torch.tensor([*map(len, queries)]), mask)
+
+
+def _mask(row: _Row, width: int, keys: int) -> torch.Tensor:
+    """(width, keys), where padding looks at the first key, since it must look at something."""
+    mask, start = torch.full((width, keys), -torch.inf), 0
+    for new, seen in zip(row.queries, row.seen):
+        columns = torch.tensor([row.keys[place] for place in seen])
+        later = torch.full((len(new), len(seen)), -torch.inf).triu(1 + len(seen) - len(new))
+        mask[start : start + len(new)] = mask[start : start + len(new)].index_copy(1, columns, later)
+        start += len(new)
+    mask[start:, 0] = 0
+    return mask
 
 
 def lay_out(rollouts: Sequence[Rollout], *, share: bool = True, pad_id: int = 0) -> Layout:
@@ -216,18 +239,17 @@ def micro_batches(lengths: Sequence[int], budget: int) -> Iterator[slice]:
 
 def distinct_parts(members: Sequence[Sequence[Rollout]], budget: int, share: bool = True) -> Iterator[slice]:
     """Consecutive slices of at most `budget` tokens (more go alone), where neighbours of one prompt count what they begin with
-    alike once, with `share`. Each looks at its own copy of a completion's keys and values, shared or not: of these at most
-    COPIES times `budget`."""
-    start, distinct, copied = 0, 0, 0
+    alike once, with `share`."""
+    start, distinct = 0, 0
     for i, of in enumerate(members):
         before = [*(members[i - 1][-1:] if i > start else ()), *of]
         alone = [len(r.prompt) + len(r.tokens) for r in of]
         shared = [len(r.prompt) + alike(r.tokens, last.tokens) if share and r.prompt == last.prompt else 0
                   for r, last in zip(before[1:], before)]
-        new, copies = sum(alone) - sum(shared), sum(len(r.tokens) for r in of)
-        if i > start and (distinct + new > budget or copied + copies > COPIES * budget):
+        new = sum(alone) - sum(shared)
+        if i > start and distinct + new > budget:
             yield slice(start, i)
-            start, distinct, copied, new = i, 0, 0, new + (shared[0] if len(before) > len(of) else 0)
-        distinct, copied = distinct + new, copied + copies
+            start, distinct, new = i, 0, new + (shared[0] if len(before) > len(of) else 0)
+        distinct += new
     if members:
         yield slice(start, len(members))
