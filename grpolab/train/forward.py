@@ -7,7 +7,7 @@ values, d head size; R rows of T queries and S keys in a table (`layout.Table`).
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
 
 import torch
 from torch import Tensor
@@ -77,8 +77,9 @@ def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, scale: float, mask: Tensor | None = None) -> Tensor:
-    """softmax(q k^T scale + mask) v of rows: q (R, T, H, d), k and v (R, S, H', d), mask (R, 1, T, S) -> (R, T, H, d); without
-    a mask nothing sees what follows it. In fp32 on a processor, where attention in bf16 is slower as well as coarser."""
+    """softmax(q k^T scale + mask) v of rows: q (R, T, H, d), k and v (R, S, H', d), mask (R, 1, T, S) in the dtype of the
+    scores -> (R, T, H, d); without a mask nothing sees what follows it. In fp32 on a processor, where attention in bf16 is
+    slower as well as coarser."""
     groups, dtype, exact = q.shape[2] // k.shape[2], v.dtype, q.device.type == "cpu"
     if exact:
         q, k, v = map(_wide, (q, k, v))
@@ -87,8 +88,7 @@ def attention(q: Tensor, k: Tensor, v: Tensor, scale: float, mask: Tensor | None
         k, v = (t[:, :, :, None].expand(-1, -1, -1, groups, -1).flatten(2, 3) for t in (k, v))
     q, k, v = (t.transpose(1, 2) for t in (q, k, v))
     with torch.autocast(q.device.type, enabled=not exact and torch.is_autocast_enabled(q.device.type)):
-        mixed = F.scaled_dot_product_attention(q, k, v, attn_mask=None if mask is None else mask.to(q.dtype), scale=scale,
-                                               is_causal=mask is None, enable_gqa=shared)
+        mixed = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=shared)
     return mixed.transpose(1, 2).to(dtype)
 
 
@@ -102,15 +102,20 @@ def attending(tokens: Tokens) -> Attend:
     where = torch.empty_like(tokens.ids)  # of each token, among the queries of all tables
     where[torch.cat([t.queries.flatten() for t in tokens.tables])[torch.cat(real)]] = torch.cat(real).nonzero().squeeze(1)
 
+    @cache  # all layers share them, and keep them for the backward
+    def masks(dtype):
+        return [None if t.mask is None else t.mask.to(dtype) for t in tokens.tables]
+
     def attend(q, k, v, scale):
         def rows(x, places):
             return pick(x, places.flatten()).unflatten(0, places.shape)
 
-        dtype = v.dtype
-        if q.device.type == "cpu":  # before the rows are picked, so that the gradients of a key's copies add up in fp32
+        dtype, device = v.dtype, q.device.type
+        if device == "cpu":  # before the rows are picked, so that the gradients of a key's copies add up in fp32
             q, k, v = map(_wide, (q, k, v))
-        out = [attention(rows(q, t.queries), rows(k, t.keys), rows(v, t.keys), scale, t.mask).flatten(0, 1)
-               for t in tokens.tables]
+        scores = torch.get_autocast_dtype(device) if device != "cpu" and torch.is_autocast_enabled(device) else q.dtype
+        out = [attention(rows(q, t.queries), rows(k, t.keys), rows(v, t.keys), scale, mask).flatten(0, 1)
+               for t, mask in zip(tokens.tables, masks(scores))]
         return pick(torch.cat(out), where).to(dtype)
 
     return attend

@@ -17,6 +17,7 @@ from torch.nn.utils.rnn import pad_sequence
 from grpolab.rollouts import Rollout
 
 PADDING, SMALL = 1.25, 512  # a table of attention holds at most so many times its entries, or so many
+KEYS = 16  # of which a mask has a multiple: else CUDA's kernel copies it in each layer, and for each head
 
 
 @dataclass(frozen=True)
@@ -196,9 +197,13 @@ def _tables(rows: Sequence[_Row]) -> Iterator[Table]:
 
 def _table(rows: Sequence[_Row]) -> Table:
     queries = [[*chain.from_iterable(row.queries)] for row in rows]
-    sides = [pad_sequence([torch.tensor([*x]) for x in of], batch_first=True) for of in (queries, [row.keys for row in rows])]
-    mask = None if rows[0].seen is None else torch.stack([_mask(row, *(x.shape[1] for x in sides)) for row in rows])[:, None]
-    return Table(*sides, torch.tensor([*map(len, queries)]), mask)
+    places, keys = (pad_sequence([torch.tensor([*x]) for x in of], batch_first=True)
+                    for of in (queries, [row.keys for row in rows]))
+    own, mask = torch.tensor([*map(len, queries)]), None
+    if rows[0].seen is not None:
+        keys = F.pad(keys, (0, -keys.shape[1] % KEYS))
+        mask = torch.stack([_mask(row, places.shape[1], keys.shape[1]) for row in rows])[:, None]
+    return Table(places, keys, own, mask)
 
 
 def _mask(row: _Row, width: int, keys: int) -> torch.Tensor:
