@@ -123,20 +123,21 @@ def test_no_padding_is_computed_nor_what_nothing_depends_on():
     rollouts.append(given((8, 8), (7,) * 5, (0,) * 5))
     found = lay_out(rollouts)
     assert len(found.tokens.ids) == (2 + 29 + 1) + (1 + 1 + 3) + 2
-    alone, rest = found.tokens.tables
-    assert alone.mask is None and alone.keys.shape == (3, 2)
-    assert rest.keys.shape == (3, 32) and rest.mask.shape == (3, 1, 30, 32)
-    assert rest.own.tolist() == [1, 3, 30]  # the 29 and the 1 of one prompt share a row
+    causal, masked = found.tokens.tables  # 29 tokens and 1 of a prompt of 2 share a row; what is long beside it needs no mask
+    assert causal.mask is None and causal.keys.shape == (5, 4) and causal.read.sum() == len(found.tokens.ids) - 30
+    assert masked.read.shape == (1, 30) and masked.read.all() and masked.mask.shape == (1, 1, 30, 32)
     assert found.rows.ids.shape == (7, 31) and len(found.target) == 30 + 1 + 2 + 1 + 2 + 3
     rests = (7, 8), (7, 9, 9), (6,), (7, 8), (7, 8, 4)
     episodes = [given((5,), (1, 2, 3, *rest, 0), (1,) * (4 + len(rest))) for rest in rests]
     tokens = lay_out(episodes).tokens
     assert tokens.ids.tolist() == [5, 1, 2, 3, 6, 7, 8, 4, 9, 9]  # in the order of their tokens, 6 before 7
-    rest, looks = tokens.tables[1], {}
-    for queries, keys, n, mask in zip(rest.queries, rest.keys, rest.own, rest.mask[:, 0]):
-        looks |= {int(queries[i]): keys[mask[i] == 0].tolist() for i in range(n)}
-    assert looks == {4: [0, 1, 2, 3, 4], 5: [0, 1, 2, 3, 5], 6: [0, 1, 2, 3, 5, 6], 7: [0, 1, 2, 3, 5, 6, 7],
-                     8: [0, 1, 2, 3, 5, 8], 9: [0, 1, 2, 3, 5, 8, 9]}
+    looks = {}
+    for t in tokens.tables:
+        below = torch.ones(t.keys.shape[1], t.keys.shape[1]).tril().log() if t.mask is None else t.mask[:, 0]
+        for queries, keys, read, mask in zip(t.queries, t.keys, t.read, below.expand(len(t.keys), -1, -1)):
+            looks |= {int(queries[i]): keys[mask[i] == 0].tolist() for i in read.nonzero().flatten()}
+    assert looks == {0: [0], 1: [0, 1], 2: [0, 1, 2], 3: [0, 1, 2, 3], 4: [0, 1, 2, 3, 4], 5: [0, 1, 2, 3, 5],
+                     6: [0, 1, 2, 3, 5, 6], 7: [0, 1, 2, 3, 5, 6, 7], 8: [0, 1, 2, 3, 5, 8], 9: [0, 1, 2, 3, 5, 8, 9]}
     assert tokens.tables[0].keys.tolist() == [[0, 1, 2, 3]] and len(lay_out(episodes, share=False).tokens.ids) == 31
 
 

@@ -98,9 +98,9 @@ def _wide(x: Tensor) -> Tensor:
 
 def attending(tokens: Tokens) -> Attend:
     """Every token sees what comes before it in its own rollout, each in its row of a table."""
-    real = [(torch.arange(t.queries.shape[1], device=t.own.device) < t.own[:, None]).flatten() for t in tokens.tables]
+    read = torch.cat([t.read.flatten() for t in tokens.tables])
     where = torch.empty_like(tokens.ids)  # of each token, among the queries of all tables
-    where[torch.cat([t.queries.flatten() for t in tokens.tables])[torch.cat(real)]] = torch.cat(real).nonzero().squeeze(1)
+    where[torch.cat([t.queries.flatten() for t in tokens.tables])[read]] = read.nonzero().squeeze(1)
 
     @cache  # all layers share them, and keep them for the backward
     def masks(dtype):

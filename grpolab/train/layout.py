@@ -6,9 +6,10 @@ Shapes: N rollouts, W tokens of the longest row, M tokens in a line, T tokens of
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
-from itertools import chain, groupby
+from itertools import groupby
+from operator import add
 
 import torch
 from torch.nn import functional as F
@@ -16,7 +17,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from grpolab.rollouts import Rollout
 
-PADDING, SMALL = 1.25, 512  # a table of attention holds at most so many times its entries, or so many
+PADDING, SMALL = 1.25, 512  # a table of attention holds at most so many times its entries, or so many, before KEYS
 KEYS = 16  # of which a mask has a multiple: else CUDA's kernel copies it in each layer, and for each head
 
 
@@ -32,24 +33,23 @@ class Rows:
 
 @dataclass(frozen=True)
 class Table:
-    """R rows of T `queries` and S `keys`, numbers in a line of tokens, padded at the right with 0; the first `own` (R,) queries
-    are real. `mask` (R, 1, T, S): 0 where a query looks at a key, -inf elsewhere. Without it the queries are the keys, and each
-    looks at those up to itself."""
+    """R rows of T `queries` and S `keys`, numbers in a line of tokens, padded at the right with 0; `read` (R, T): whose result
+    is wanted. `mask` (R, 1, T, S): 0 where a query looks at a key, -inf elsewhere. Without it the queries are the keys, and
+    each looks at those up to itself."""
 
     queries: torch.Tensor
     keys: torch.Tensor
-    own: torch.Tensor
+    read: torch.Tensor
     mask: torch.Tensor | None
 
     def to(self, device) -> Table:
-        return Table(*(None if x is None else x.to(device) for x in (self.queries, self.keys, self.own, self.mask)))
+        return Table(*(None if x is None else x.to(device) for x in (self.queries, self.keys, self.read, self.mask)))
 
 
 @dataclass(frozen=True)
 class Tokens:
-    """M tokens in one line, ids and positions (M,). Each is a query in one row of one of the `tables`: shared beginnings, and
-    rollouts that share none, in those without a mask; what follows a shared beginning in the others, which have its keys, too.
-    `predictor` (K,): the token that predicts each chosen one."""
+    """M tokens in one line, ids and positions (M,). Each is read in one row of one of the `tables`. What follows a shared
+    beginning is in a row that has the keys of this, too. `predictor` (K,): the token that predicts each chosen one."""
 
     ids: torch.Tensor
     positions: torch.Tensor
@@ -64,9 +64,10 @@ class Tokens:
         """With tokens that nobody looks at, and predictors of nothing, behind the others up to multiples of `step`."""
         more, predictors = -len(self.ids) % step, -len(self.predictor) % step
         places = list(range(len(self.ids), len(self.ids) + more))
+        tables = _tables([_Row().adding(places, places)] if more else [])
         return replace(
             self, ids=F.pad(self.ids, (0, more)), positions=torch.cat((self.positions, torch.arange(more))),
-            predictor=F.pad(self.predictor, (0, predictors)), tables=(*self.tables, *_tables([_Row([places])] * (more > 0))))
+            predictor=F.pad(self.predictor, (0, predictors)), tables=(*self.tables, *tables))
 
 
 @dataclass(frozen=True)
@@ -100,7 +101,7 @@ class Layout:
         """Neighbours of one prompt share it and, rollout by rollout in the order of their tokens, what they begin with alike;
         with `share`."""
         ids, positions, read = [], [], self._read
-        alone, rest = [], []  # the rows of attention
+        rows: list[_Row] = []  # of attention
         chains: list[list[int]] = [[] for _ in self.rollouts]  # the places of the last token of the prompt, and of what is read
 
         def line(tokens: Sequence[int], start: int = 0) -> list[int]:
@@ -113,25 +114,25 @@ class Layout:
             prompt = self.rollouts[members[0]].prompt
             if len(members) == 1:
                 places = line(prompt + read[members[0]] or (self.pad_id,))
-                alone.append(_Row([places]))
+                rows.append(_Row().adding(places, places))
                 chains[members[0]] = places[len(prompt) - 1 :] if prompt else [0, *places]
                 continue
             members = sorted(members, key=read.__getitem__)
             common = alike(read[members[0]], read[members[-1]])  # of all members, as they are in order
             trunk = line(prompt + read[members[0]][:common])
-            alone.append(_Row([trunk]))
-            line_of, before, chosen = trunk[len(prompt) - 1 :], (), []
+            rows.append(_Row().adding(trunk, trunk))
+            chain, before, ends = trunk[len(prompt) - 1 :], (), []
             for i in members:
                 n = max(common, alike(read[i], before))
                 new = line(read[i][n:], len(prompt) + n)
-                line_of, before = line_of[: n + 1] + new, read[i]
-                chains[i] = line_of
+                chain, before = chain[: n + 1] + new, read[i]
+                chains[i] = chain
                 if new:
-                    chosen.append((new, trunk + line_of[common + 1 :]))
-            rest += _together(chosen)
+                    ends.append((new, chain[common + 1 :]))
+            rows += _together(trunk, ends)
         starts = torch.tensor([0, *map(len, chains)]).cumsum(0)
-        predictor = torch.tensor([place for of in chains for place in of])[starts[self.row] + self.column]
-        return Tokens(torch.tensor(ids), torch.tensor(positions), predictor, (*_tables(alone), *_tables(rest)))
+        predictor = torch.tensor([place for chain in chains for place in chain])[starts[self.row] + self.column]
+        return Tokens(torch.tensor(ids), torch.tensor(positions), predictor, tuple(_tables(rows)))
 
     def _families(self) -> list[list[int]]:
         """The numbers of neighbouring rollouts that share a prompt."""
@@ -147,75 +148,98 @@ def alike(a: Sequence[int], b: Sequence[int]) -> int:
     return next((n for n, (x, y) in enumerate(zip(a, b)) if x != y), min(len(a), len(b)))
 
 
-@dataclass(frozen=True)
+@dataclass
 class _Row:
-    """Places of queries, and for each list of them what its last one sees: the one before it sees one less. Without it the
-    queries see themselves."""
+    """Places of tokens in a row of attention. All its queries see the `trunk`; each list of `new` ones comes with the `ends`
+    that its last one sees behind the trunk, and the one before it sees one less. `columns`: of all ends, each once."""
 
-    queries: list[list[int]]
-    seen: list[list[int]] | None = None
+    trunk: list[int] = field(default_factory=list)
+    new: list[list[int]] = field(default_factory=list)
+    ends: list[list[int]] = field(default_factory=list)
+    columns: dict[int, int] = field(default_factory=dict)
+    queries: int = 0
 
-    @cached_property
-    def keys(self) -> dict[int, int]:
-        """The place of each key, once, and its column."""
-        return {place: i for i, place in enumerate(dict.fromkeys(chain.from_iterable(self.seen or self.queries)))}
+    def adding(self, new: list[int], ends: list[int]) -> _Row:
+        self.new.append(new)
+        self.ends.append(ends)
+        for place in ends:
+            self.columns.setdefault(place, len(self.trunk) + len(self.columns))
+        self.queries += len(new)
+        return self
+
+    @property
+    def keys(self) -> list[int]:
+        return [*self.trunk, *self.columns]
+
+    @property
+    def causal(self) -> bool:
+        """Whether all keys are queries as well, at no cost: the kernel leaves out what follows a query, half of all pairs."""
+        return len(self.new) == 1 and 2 * self.queries >= len(self.trunk) + len(self.columns)
 
     @property
     def size(self) -> tuple[int, int]:
-        return len(self.keys), sum(map(len, self.queries))
+        """The numbers of keys and of queries."""
+        keys = len(self.trunk) + len(self.columns)
+        return keys, keys if self.causal else self.queries
 
 
-def _together(chosen: Sequence[tuple[list[int], list[int]]]) -> Iterator[_Row]:
-    """Neighbours (queries, what their last one sees) share a row and its keys as long as it has few scores that are hidden. So
-    long beginnings are copied seldom: to a row of its own goes what has new tokens for a quarter of what it sees, about."""
-    row, keys, queries, needed = _Row([], []), {}, 0, 0
-    for new, seen in chosen:
-        more, scores = keys | dict.fromkeys(seen), len(new) * len(seen)
-        if row.queries and (queries + len(new)) * len(more) > PADDING * (needed + scores):
+def _together(trunk: list[int], ends: Sequence[tuple[list[int], list[int]]]) -> Iterator[_Row]:
+    """Neighbours (new tokens, ends) share a row, which has a key once, as long as few of its scores are hidden. So a long
+    trunk is copied seldom: a row of its own has what has new tokens for a quarter of what it sees, about."""
+    row, needed = _Row(trunk), 0
+    for new, of in ends:
+        keys = len(trunk) + len(row.columns) + sum(place not in row.columns for place in of)
+        scores = len(new) * (len(trunk) + len(of))
+        if row.new and (row.queries + len(new)) * keys > PADDING * (needed + scores):
             yield row
-            row, more, queries, needed = _Row([], []), dict.fromkeys(seen), 0, 0
-        row.queries.append(new)
-        row.seen.append(seen)
-        keys, queries, needed = more, queries + len(new), needed + scores
-    if row.queries:
+            row, needed = _Row(trunk), 0
+        row.adding(new, of)
+        needed += scores
+    if row.new:
         yield row
 
 
 def _tables(rows: Sequence[_Row]) -> Iterator[Table]:
-    """Rows of similar sizes together."""
-    part: list[_Row] = []
-    for row in sorted(rows, key=lambda row: row.size):
-        more = [*part, row]
-        entries = [(len(more) * max(lengths), sum(lengths)) for lengths in zip(*(row.size for row in more))]
-        if part and any(held > max(SMALL, PADDING * real) for held, real in entries):
-            yield _table(part)
-            more = [row]
-        part = more
-    if part:
-        yield _table(part)
+    """Rows of similar sizes together, those that need no mask first."""
+    for causal in (True, False):
+        part: list[_Row] = []
+        longest, total = (0, 0), (0, 0)
+        for row in sorted((row for row in rows if row.causal is causal), key=lambda row: row.size):
+            size = row.size
+            longest, total = tuple(map(max, longest, size)), tuple(map(add, total, size))
+            if part and any((len(part) + 1) * n > max(SMALL, PADDING * real) for n, real in zip(longest, total)):
+                yield _table(part, causal)
+                part, longest, total = [], size, size
+            part.append(row)
+        if part:
+            yield _table(part, causal)
 
 
-def _table(rows: Sequence[_Row]) -> Table:
-    queries = [[*chain.from_iterable(row.queries)] for row in rows]
-    places, keys = (pad_sequence([torch.tensor([*x]) for x in of], batch_first=True)
-                    for of in (queries, [row.keys for row in rows]))
-    own, mask = torch.tensor([*map(len, queries)]), None
-    if rows[0].seen is not None:
-        keys = F.pad(keys, (0, -keys.shape[1] % KEYS))
-        mask = torch.stack([_mask(row, places.shape[1], keys.shape[1]) for row in rows])[:, None]
-    return Table(places, keys, own, mask)
+def _table(rows: Sequence[_Row], causal: bool) -> Table:
+    keys = queries = pad_sequence([torch.tensor(row.keys) for row in rows], batch_first=True)
+    own = torch.tensor([[row.queries] for row in rows])
+    if causal:
+        last = torch.tensor([row.size[:1] for row in rows])
+        column = torch.arange(keys.shape[1])
+        return Table(queries, keys, (last - own <= column) & (column < last), None)
+    queries = pad_sequence([torch.tensor(sum(row.new, [])) for row in rows], batch_first=True)
+    keys = F.pad(keys, (0, -keys.shape[1] % KEYS))
+    mask = torch.full((len(rows), 1, queries.shape[1], keys.shape[1]), -torch.inf)
+    for row, (of_row,) in zip(rows, mask):
+        _open(of_row, row)
+    return Table(queries, keys, torch.arange(queries.shape[1]) < own, mask)
 
 
-def _mask(row: _Row, width: int, keys: int) -> torch.Tensor:
-    """(width, keys), where padding looks at the first key, since it must look at something."""
-    mask, start = torch.full((width, keys), -torch.inf), 0
-    for new, seen in zip(row.queries, row.seen):
-        columns = torch.tensor([row.keys[place] for place in seen])
-        later = torch.full((len(new), len(seen)), -torch.inf).triu(1 + len(seen) - len(new))
-        mask[start : start + len(new)] = mask[start : start + len(new)].index_copy(1, columns, later)
+def _open(mask: torch.Tensor, row: _Row) -> None:
+    """Let the queries of a row see their keys, mask (T, S). Padding sees the first, since it must look at something."""
+    start = 0
+    for new, ends in zip(row.new, row.ends):
+        part = mask[start : start + len(new)]
+        part[:, : len(row.trunk)] = 0
+        columns = torch.tensor([row.columns[place] for place in ends])
+        part[:, columns] = torch.full((len(new), len(ends)), -torch.inf).triu(1 + len(ends) - len(new))
         start += len(new)
     mask[start:, 0] = 0
-    return mask
 
 
 def lay_out(rollouts: Sequence[Rollout], *, share: bool = True, pad_id: int = 0) -> Layout:

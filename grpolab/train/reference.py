@@ -28,7 +28,7 @@ from grpolab.train.preferences import Pair
 from grpolab.train.verify import verify_forward
 
 BLOCK = 8
-FORWARD = 4  # counts changes of what a forward computes: a file of an earlier one is not found
+FORWARD = 5  # counts changes of what a forward computes: a file of an earlier one is not found
 UNRELATED = ("_name_or_path", "transformers_version", "architectures")  # entries of a model's configuration
 
 
