@@ -490,7 +490,7 @@ def english(found: dict, results: Path) -> list:
 def reward_pairs(run: dict, seed: str) -> str:
     """A sentence on a reward model; pairs of one prompt are a cluster."""
     def share(flags: str) -> Interval:
-        return clustered_interval([int(flag) for flag in flags], run["prompts"])
+        return share_interval([int(flag) for flag in flags], run["prompts"])
 
     ahead = clustered_interval([int(a) - int(b) for a, b in zip(run["held_out"], run["shorter"])], run["prompts"])
     return (f"The reward model with LoRA (seed {seed}) puts the chosen side of {len(run['held_out'])} pairs of held-out "
@@ -619,7 +619,7 @@ def administration_over_seeds(found: dict, results: Path) -> list:
              f"{settings['many']['steps']} steps. Intervals are over the templates, those of the last table over the "
              "seeds.", rows, gaps, over]
     if without[True]:
-        unseen, seen = (clustered_interval(*zip(*without[never])) for never in (True, False))
+        unseen, seen = (share_interval(*zip(*without[never])) for never in (True, False))
         lines.append(f"SFT on many without every {settings['left out']}th template solves {unseen} of the held-out tasks of "
                      f"these templates, which it never saw demonstrated, and {seen} of the others (greedy, seeds "
                      f"{', '.join(left)}; {len(without[True])} and {len(without[False])} answers, intervals over templates).")

@@ -40,7 +40,6 @@ from grpolab.env.aws.generate import FreshTasks, instance, instances  # noqa: E4
 from grpolab.env.aws.tasks import Task, template_ids  # noqa: E402
 from grpolab.env.pool import rollout_seed  # noqa: E402
 from grpolab.env.server import serve  # noqa: E402
-from grpolab.evaluate import share_interval  # noqa: E402
 from grpolab.runs.run import Run  # noqa: E402
 from grpolab.runs.selection import Selection  # noqa: E402
 from grpolab.train import GRPOConfig, SFTConfig, demonstrations, sft  # noqa: E402
@@ -161,12 +160,11 @@ async def measure(answer: Callable, tasks: Sequence[Task]) -> dict:
 
 
 async def sampled(answer: Callable, tasks: Sequence[Task]) -> dict:
-    """What answers at temperature 1 achieve: the mean share of a task's samples that solve it, and each task's count."""
+    """What answers at temperature 1 achieve: how many of each task's samples solve it."""
     each = SETTINGS["samples"]
     done = [solved for _, solved in await answer(tasks, samples=each)]
     counts = [sum(done[i : i + each]) for i in range(0, len(done), each)]
-    shares = [count / each for count in counts]
-    return {"sampled": str(share_interval(shares)), "counts": "".join(map(str, counts))}
+    return {"counts": "".join(map(str, counts))}
 
 
 async def both_ways(answer: Callable, seed: int = 0) -> dict:

@@ -85,7 +85,7 @@ def test_value_and_gradient_are_the_models_own(name):
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen3"])
-@pytest.mark.parametrize("share", [False, True, "in small tables and parts, filled up"])
+@pytest.mark.parametrize("share", [False, True, "in small tables, filled up"])
 def test_shared_prompts_without_padding_equal_the_models_own_rows(name, share, monkeypatch):
     """Groups of 3, 1, 3 and 6 with completions of all lengths, also none, and tokens of an environment: they begin alike, up to
     all of one; or some of them do, and two are the same; or none does."""
@@ -139,6 +139,21 @@ def test_no_padding_is_computed_nor_what_nothing_depends_on():
     assert looks == {0: [0], 1: [0, 1], 2: [0, 1, 2], 3: [0, 1, 2, 3], 4: [0, 1, 2, 3, 4], 5: [0, 1, 2, 3, 5],
                      6: [0, 1, 2, 3, 5, 6], 7: [0, 1, 2, 3, 5, 6, 7], 8: [0, 1, 2, 3, 5, 8], 9: [0, 1, 2, 3, 5, 8, 9]}
     assert tokens.tables[0].keys.tolist() == [[0, 1, 2, 3]] and len(lay_out(episodes, share=False).tokens.ids) == 31
+
+
+@pytest.mark.parametrize("completions", [
+    [(i, *[7] * 49) for i in range(32)], [(7,) * i + (8,) for i in range(100)], [(i,) * 5 for i in range(20)]])
+def test_keys_of_what_is_shared_are_copied_for_few_rows(completions):
+    """For 32 of 50 tokens on a prompt of 300, where each of a hundred goes on from the one before, and for very short ones."""
+    tokens = lay_out([given((5,) * 300, (*c, 0), (1,) * (len(c) + 1)) for c in completions]).tokens
+    assert sum(t.keys.numel() for t in tokens.tables) < 4 * len(tokens.ids)
+    assert all(t.mask is None or (t.mask == 0).any(-1).all() for t in tokens.tables)  # padding, too, looks at something
+
+
+def test_what_is_long_beside_what_it_sees_needs_no_mask():
+    """Which would have the square of its tokens."""
+    tokens = lay_out([given((5,) * 100, (i, *[7] * 2000), (1,) * 2001) for i in range(2)]).tokens
+    assert len(tokens.ids) == 100 + 2 * 2000 and all(t.mask is None for t in tokens.tables)
 
 
 def test_parts_count_what_is_computed():

@@ -232,14 +232,14 @@ def _table(rows: Sequence[_Row], causal: bool) -> Table:
 
 def _open(mask: torch.Tensor, row: _Row) -> None:
     """Let the queries of a row see their keys, mask (T, S). Padding sees the first, since it must look at something."""
+    mask[: row.queries, : len(row.trunk)] = 0
+    mask[row.queries :, 0] = 0
     start = 0
     for new, ends in zip(row.new, row.ends):
-        part = mask[start : start + len(new)]
-        part[:, : len(row.trunk)] = 0
         columns = torch.tensor([row.columns[place] for place in ends])
-        part[:, columns] = torch.full((len(new), len(ends)), -torch.inf).triu(1 + len(ends) - len(new))
+        later = torch.full((len(new), len(ends)), -torch.inf).triu(1 + len(ends) - len(new))
+        mask[start : start + len(new), columns] = later
         start += len(new)
-    mask[start:, 0] = 0
 
 
 def lay_out(rollouts: Sequence[Rollout], *, share: bool = True, pad_id: int = 0) -> Layout:
