@@ -12,6 +12,8 @@ demonstrations, one of each template, its own SFT, and from the best look of it:
 Solutions are generated here, so imitation need not make do with one of each template. From the model as it is:
     many        SFT on the demonstrations and on the reference solutions of all tasks that rejection sampling draws
     left out    the same without every fifth template, beginning with the one of the seed's number
+And to tell the luck of the SFT from that of GRPO:
+    crossed     GRPO with each seed from the SFT of each other one; `again` is that SFT where it had to be trained once more
 Held-out tasks are the first set of smollm2_aws.py, greedy and sampled. Recipe and seeds stood before the first run. What
 the record holds is kept. Two seeds run at once, each on one thread.
 """
@@ -97,10 +99,10 @@ async def imitated(name: str, seed: int) -> dict:
     return aws.looks_of(run) | {"shown": len(chats), "without": without, "after": await aws.one_command(run.best(load))}
 
 
-async def reinforced(seed: int) -> dict:
-    """GRPO from the best SFT."""
-    policy, config = folder("sft", seed).best(load), GRPOConfig(seed=seed, **SETTINGS["grpo"])
-    run = Run("smollm2_aws_seeds", f"grpo_{seed}", seed=seed, keep="none")
+async def reinforced(start: int, seed: int) -> dict:
+    """GRPO with this seed from the best SFT of the seed `start`."""
+    policy, config = folder("sft", start).best(load), GRPOConfig(seed=seed, **SETTINGS["grpo"])
+    run = Run("smollm2_aws_seeds", f"grpo_{start}_{seed}", seed=seed, keep="none")
     async with aws.seats() as pool:
         await aws.practise(policy, config, run, pool)
     rows, each = run.metrics, config.prompts_per_step * config.group_size
@@ -150,43 +152,57 @@ async def rejection(seed: int) -> dict:
             "after": await aws.one_command(best.best(load))}
 
 
-async def one(stage: str, seed: int) -> dict:
+async def one(stage: str, seed: int, *crossed: int) -> dict:
     """An entry of the record."""
-    work = {"grpo": reinforced, "rejection": rejection}.get(stage)
-    return await (work(seed) if work else imitated(stage, seed))
+    if stage in ("grpo", "crossed"):
+        return await reinforced(seed, *crossed or (seed,))
+    return await (rejection(seed) if stage == "rejection" else imitated("sft" if stage == "again" else stage, seed))
 
 
 def summary(record) -> dict:
     """Each stage's rate on the held-out tasks, greedy and sampled, of the seeds that have the first three; of what comes after
-    them, where all these seeds have it."""
+    them, where all these seeds have it. `crossed`, once it is whole: GRPO's gain, a row an SFT and a column a seed of GRPO."""
     done = [s for s in range(100) if all(f"{stage} {s}" in record for stage in STAGES[:3])]
     stages = [stage for stage in STAGES if all(f"{stage} {s}" in record for s in done)]
+    of = {"greedy": lambda after: statistics.mean(map(int, "".join(after["flags"].values()))),
+          "sampled": lambda after: statistics.mean(map(int, after["counts"])) / SETTINGS["samples"]}
 
-    def rates(of) -> dict:
-        return {stage: [round(of(record[f"{stage} {s}"]["after"]), 4) for s in done] for stage in stages}
+    def gain(rate, start: int, seed: int) -> float:
+        before, after = ((f"sft {start}", f"grpo {seed}") if start == seed else
+                         (f"again {start}" if f"again {start}" in record else f"sft {start}", f"crossed {start} {seed}"))
+        return round(rate(record[after]["after"]) - rate(record[before]["after"]), 4)
 
-    return {"seeds": done,
-            "greedy": rates(lambda after: statistics.mean(map(int, "".join(after["flags"].values())))),
-            "sampled": rates(lambda after: statistics.mean(map(int, after["counts"])) / SETTINGS["samples"])}
+    found = {"seeds": done} | {how: {stage: [round(rate(record[f"{stage} {s}"]["after"]), 4) for s in done] for stage in stages}
+                               for how, rate in of.items()}
+    if len(done) > 1 and all(f"crossed {start} {seed}" in record for start in done for seed in done if start != seed):
+        found["crossed"] = {how: [[gain(rate, start, seed) for seed in done] for start in done] for how, rate in of.items()}
+    return found
 
 
 def main() -> None:
     words = runs.words(__doc__)
     if words[:1] == ["--one"]:
-        print(json.dumps(asyncio.run(one(words[1], int(words[2])))))
+        print(json.dumps(asyncio.run(one(words[1], *map(int, words[2:])))))
         return
     record, lock = runs.Record(RESULTS, SETTINGS), threading.Lock()
 
+    seeds = words or ["0", "1", "2"]
+
     def one_seed(stages: Sequence[str], seed: str) -> None:
         for stage in stages:
-            if f"{stage} {seed}" not in record:
-                found = runs.in_process(__file__, stage, seed)
+            if (name := f"{stage} {seed}") not in record:
+                found = runs.in_process(__file__, *name.rsplit(" ", 1 + (stage == "crossed")))
                 with lock:
-                    record.keep(f"{stage} {seed}", found)
+                    record.keep(name, found)
 
     with ThreadPoolExecutor(2) as executor:  # one after the other, what begins at an earlier stage's policy
         for stages in (STAGES[:3], STAGES[3:4], STAGES[4:]):
-            list(executor.map(partial(one_seed, stages), words or ["0", "1", "2"]))
+            list(executor.map(partial(one_seed, stages), seeds))
+        crossed = [f"{start} {seed}" for seed in seeds for start in seeds if start != seed]
+        missing = {pair.split()[0] for pair in crossed if f"crossed {pair}" not in record}
+        gone = [seed for seed in seeds if seed in missing and folder("sft", int(seed)).selected.best() is None]
+        list(executor.map(partial(one_seed, ["again"]), gone))
+        list(executor.map(partial(one_seed, ["crossed"]), crossed))
     record.keep("summary", summary(record))
 
 

@@ -3,12 +3,14 @@
 import asyncio
 import json
 import os
+import shutil
 import subprocess
 import sys
 from dataclasses import replace
 from functools import partial
 from random import Random
 
+import numpy as np
 import pytest
 
 from grpolab.runs.run import repository
@@ -311,6 +313,19 @@ def test_a_tool_is_asked_or_not_by_every_policy_of_the_record(monkeypatch, tmp_p
     assert len(report.asking(record, tmp_path)[1]) == 7
 
 
+def test_an_interval_over_two_crossed_factors_holds_the_luck_of_both():
+    """Against the textbook's mean squares: Var(mean) is at most (MS of rows + MS of columns) / (rows x columns)."""
+    table = np.array([[0.05, 0.08, 0.06], [0.01, 0.05, 0.03], [0.09, 0.10, 0.08]])
+    found = report.over_crossed(table.tolist())
+    squares = sum(3 * table.mean(axis).var(ddof=1) for axis in (0, 1))
+    assert found.value == pytest.approx(table.mean())
+    assert found.high - found.value == pytest.approx(4.303 * (squares / 9) ** 0.5, rel=1e-4)  # Student's t, two degrees of freedom
+    one_factor = report.over_crossed([[0.1] * 3, [0.2] * 3, [0.3] * 3])
+    assert one_factor == report.over_crossed(np.array([[0.1] * 3, [0.2] * 3, [0.3] * 3]).T.tolist())
+    with pytest.raises(ValueError):
+        report.over_crossed([[0.1, 0.2], [0.3]])
+
+
 @pytest.mark.full
 def test_every_way_to_administer_accounts_is_recorded(monkeypatch, tmp_path):
     """Three seeds of every stage on the embedded model, which solves nothing: what rejection sampling would keep is given."""
@@ -332,15 +347,25 @@ def test_every_way_to_administer_accounts_is_recorded(monkeypatch, tmp_path):
     monkeypatch.setattr(seeded, "RESULTS", tmp_path / "smollm2_aws_seeds.json")
     monkeypatch.setattr(seeded, "solved", lambda account, tasks, groups, policy: [accounts.solved_chat(t) for t in tasks[:2]])
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(runs, "in_process", lambda script, stage, seed: json.loads(json.dumps(
-        asyncio.run(seeded.one(stage, int(seed))))))
+    monkeypatch.setattr(runs, "in_process", lambda script, stage, *seeds: json.loads(json.dumps(
+        asyncio.run(seeded.one(stage, *map(int, seeds))))))
     seeded.main()
     record = json.loads((tmp_path / "smollm2_aws_seeds.json").read_text())
     assert {f"{stage} {seed}" for stage in seeded.STAGES for seed in (0, 1, 2)} <= set(record)
     assert record["rejection 1"]["rollouts"] == 16 and record["rejection 1"]["kept"] == [2, 4]
     assert record["summary"]["seeds"] == [0, 1, 2] and len(record["summary"]["sampled"]["left out"]) == 3
-    _, rows, gaps, over, left_out = report.administration_over_seeds(record, tmp_path)
+    assert {f"crossed {start} {seed}" for start in range(3) for seed in range(3) if start != seed} <= set(record)
+    assert not any(name.startswith("again") for name in record)
+    assert record["summary"]["crossed"]["greedy"] == [[0.0] * 3] * 3
+    _, rows, gaps, over, greedy, _, sampled, sampled_rows, left_out = report.administration_over_seeds(record, tmp_path)
     assert (len(rows), len(gaps), len(over)) == (12, 6, 6) and "every 5th template solves 0.0%" in left_out
+    assert "greedy: +0.0 points" in greedy and "sampled: +0.0 points" in sampled and len(sampled_rows) == 3
+    del record["crossed 0 1"]  # a run that is repeated elsewhere: the SFT that it begins at is trained once more
+    shutil.rmtree(tmp_path / "runs" / "smollm2_aws_seeds" / "sft_0")
+    (tmp_path / "smollm2_aws_seeds.json").write_text(json.dumps(record))
+    seeded.main()
+    record = json.loads((tmp_path / "smollm2_aws_seeds.json").read_text())
+    assert "crossed 0 1" in record and [name for name in record if name.startswith("again")] == ["again 0"]
 
 
 @pytest.mark.full
