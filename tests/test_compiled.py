@@ -51,10 +51,13 @@ def test_rows_do_not_depend_on_the_others_nor_on_the_threads(name, dtype, monkey
     engine = choose_engine(policy, "compiled")
     assert batch_dependence(engine, rows=30) == 0
     rollouts = []
-    for threads in (1, 3):
-        with Sampler(policy, slots=6, engine="compiled", threads=threads) as sampler:
-            rollouts.append(sampler.sample_sync(ragged_prompts(5), group_size=2, params=SamplingParams(seed=0)))
-    assert rollouts[0] == rollouts[1]
+    monkeypatch.setattr(compiled, "MOST_ROWS", 12)
+    for nearby in (0, compiled.NEARBY):  # threads share each product, or have rows of their own
+        monkeypatch.setattr(compiled, "NEARBY", nearby)
+        for threads in (1, 2, 3):
+            with Sampler(policy, slots=30, engine="compiled", threads=threads) as sampler:
+                rollouts.append(sampler.sample_sync(ragged_prompts(15), group_size=2, params=SamplingParams(seed=0)))
+    assert all(found == rollouts[0] for found in rollouts)
 
 
 @pytest.mark.parametrize("obstacle", ["activation", "sizes", "float16", "exact mode"])

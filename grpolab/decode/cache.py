@@ -140,7 +140,7 @@ class Slots:
 class Pages:
     """The methods of `Slots` on pages of PAGE positions, for the step of a `LlamaEngine` on a processor.
 
-    keys (L, pages, H, D, PAGE), values (L, pages, PAGE, H, D); `table` (rows, blocks) holds the page of each PAGE positions
+    keys (L, pages, H, D, PAGE), values (L, pages, H, PAGE, D); `table` (rows, blocks) holds the page of each PAGE positions
     of a row. Samples of a prompt that enter together share its full pages; `users` counts the rows that read a page.
     """
 
@@ -149,7 +149,7 @@ class Pages:
     def __init__(self, engine, most: int):
         layers, self.heads, self.size = engine.shape
         self.keys = torch.zeros(layers, 0, self.heads, self.size, PAGE, dtype=engine.dtype)
-        self.values = torch.zeros(layers, 0, PAGE, self.heads, self.size, dtype=engine.dtype)
+        self.values = torch.zeros(layers, 0, self.heads, PAGE, self.size, dtype=engine.dtype)
         self.table = np.zeros((most + engine.min_rows, 1), np.int64)
         self.users, self.free = np.zeros(0, np.int64), []
         self.picked: tuple | None = None  # what a step reads, until the table changes
@@ -197,7 +197,7 @@ class Pages:
         """Fill the i-th page with the blocks[i]-th PAGE positions of the cache's row rows[i]."""
         keys, values = cache.tensors
         self.keys[:, pages] = keys.unflatten(-1, (-1, PAGE))[:, rows, :, :, blocks].transpose(0, 1)
-        self.values[:, pages] = values.unflatten(-2, (-1, PAGE))[:, rows, :, blocks].permute(1, 0, 3, 2, 4)
+        self.values[:, pages] = values.unflatten(-2, (-1, PAGE))[:, rows, :, blocks].transpose(0, 1)
 
     def move(self, to: Sequence[int], of: Sequence[int], width: int) -> None:
         moved, self.picked = self.table[list(of)], None
@@ -216,7 +216,7 @@ class Pages:
     def take(self, row: int, length: int) -> SlotCache:
         pages = self.table[row, : -(-length // PAGE)]
         keys = self.keys[:, pages].permute(0, 2, 3, 1, 4).flatten(3)[:, None]
-        return SlotCache([keys, self.values[:, pages].permute(0, 3, 1, 2, 4).flatten(2, 3)[:, None]], [-1, -2])
+        return SlotCache([keys, self.values[:, pages].transpose(1, 2).flatten(2, 3)[:, None]], [-1, -2])
 
     def locate(self, start: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Page and offset of position start[i] of row i: (n,) each."""
@@ -233,7 +233,7 @@ class Pages:
             page = torch.from_numpy(self.table[:n, :blocks].astype(np.int32))[:, None, None, :, None]
             head, shape = integers(self.heads, 1, self.heads, 1, 1, 1), (n, self.heads, groups, blocks)
             keys = ((page * self.heads + head) * self.size + integers(self.size)).expand(*shape, self.size).reshape(-1)
-            values = ((page * PAGE + integers(PAGE)) * self.heads + head).expand(*shape, PAGE).reshape(-1)
+            values = ((page * self.heads + head) * PAGE + integers(PAGE)).expand(*shape, PAGE).reshape(-1)
             bags = integers(len(keys), self.size), integers(len(values), blocks * PAGE)
             self.picked = (n, blocks), (keys, bags[0], values, bags[1])
         return self.picked[1]
@@ -252,7 +252,7 @@ class Pages:
             self.values = _grown(self.values, more)
             self.users = np.pad(self.users, (0, more))
             self.free += range(size, size + more)
-            self.layers = [(k.permute(0, 3, 1, 2), k.view(-1, PAGE), v, v.view(-1, self.size))
+            self.layers = [(k.permute(0, 3, 1, 2), k.view(-1, PAGE), v.transpose(1, 2), v.view(-1, self.size))
                            for k, v in zip(self.keys, self.values)]
         given, self.free = self.free[:count], self.free[count:]
         return np.array(given, np.int64)

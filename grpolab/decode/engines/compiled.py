@@ -34,6 +34,8 @@ SOURCE = Path(__file__).with_name("step.cpp")
 FLAGS = ("-O3", "-march=native", "-std=c++17", "-fopenmp", "-shared", "-fPIC")
 STRIP, HALF = 32, 16  # outputs of a strip, as in step.cpp
 WORTH = 2**22  # multiply-adds for which another thread is worth waking
+NEARBY = 2**23  # bytes of weights that stay near the processor, so that each thread may walk all of them for rows of its own
+ROWS, MOST_ROWS = 12, 96  # whose numbers fill the registers, and whose numbers stay near the processor
 
 
 @cache
@@ -74,7 +76,7 @@ class Model(ctypes.Structure):
 class Step(ctypes.Structure):
     _fields_ = [("n", c_long), ("blocks", c_long), ("layer_stride", c_long), ("token", c_void_p), ("position", c_void_p),
                 ("table", c_void_p), ("keys", c_void_p), ("values", c_void_p), ("rotation", c_void_p * 2),
-                ("logits", c_void_p), ("threads", c_long), ("drafts", c_long)]
+                ("logits", c_void_p), ("threads", c_long), ("piece", c_long), ("drafts", c_long)]
 
 
 class Strips:
@@ -165,9 +167,11 @@ class CompiledEngine(LlamaEngine):
         n = len(tokens)
         logits = torch.empty(n, round_up(self.vocab, STRIP))
         rotation = [address(t) for t in self._rotations(window)]
+        threads = max(1, min(torch.get_num_threads(), n * self.weights // WORTH))
+        alone = not drafts and n > ROWS * (threads - 1) and self.weights * cache.keys.element_size() <= NEARBY
+        piece = min(MOST_ROWS, round_up(-(-n // threads), ROWS)) if alone else 0
         step = Step(n, table.shape[1], cache.keys.stride(0), address(tokens), address(start), table.ctypes.data,
-                    address(cache.keys), address(cache.values), (c_void_p * 2)(*rotation), address(logits),
-                    max(1, min(torch.get_num_threads(), n * self.weights // WORTH)), drafts)
+                    address(cache.keys), address(cache.values), (c_void_p * 2)(*rotation), address(logits), threads, piece, drafts)
         library().grpolab_step(byref(self._model()), byref(step))
         return logits[:, : self.vocab]
 

@@ -80,35 +80,45 @@ inline Vec vexp(Vec x) {  // expf of Cephes: relative error below 2e-7
 
 template <class T> constexpr long INPUTS = std::is_same<T, float>::value ? 1 : 2;  // that a strip keeps together
 
+// Row by row: the sums and one input of all rows would not fit the registers.
 template <int R> inline void add(Vec (&acc)[R][VECS], const float* w, const float* x, long stride) {
-    for (long j = 0; j < VECS; j++) {
-        Vec weight = load(w + j * LANES);
-        for (int r = 0; r < R; r++) acc[r][j] += weight * x[r * stride];
-    }
+    Vec weight[VECS];
+    for (long j = 0; j < VECS; j++) weight[j] = load(w + j * LANES);
+    for (int r = 0; r < R; r++)
+        for (long j = 0; j < VECS; j++) acc[r][j] += weight[j] * x[r * stride];
 }
 template <int R> inline void add(Vec (&acc)[R][VECS], const bf16* w, const bf16* x, long stride) {
-    for (long j = 0; j < VECS; j++) {
 #ifdef __AVX512BF16__
-        __m512bh weight = (__m512bh)_mm512_loadu_si512(w + 2 * j * LANES);
-        for (int r = 0; r < R; r++) {
-            int32_t two; memcpy(&two, x + r * stride, 4);
-            acc[r][j] = (Vec)_mm512_dpbf16_ps((__m512)acc[r][j], weight, (__m512bh)_mm512_set1_epi32(two));
-        }
+    __m512bh weight[VECS];
+    for (long j = 0; j < VECS; j++) weight[j] = (__m512bh)_mm512_loadu_si512(w + 2 * j * LANES);
+    for (int r = 0; r < R; r++) {
+        int32_t two; memcpy(&two, x + r * stride, 4);
+        for (long j = 0; j < VECS; j++)
+            acc[r][j] = (Vec)_mm512_dpbf16_ps((__m512)acc[r][j], weight[j], (__m512bh)_mm512_set1_epi32(two));
+    }
 #else
+    for (long j = 0; j < VECS; j++) {
         Bits pair = *(const Bits*)(w + 2 * j * LANES);
         Vec first = (Vec)(pair << 16), second = (Vec)(pair & 0xffff0000);
         for (int r = 0; r < R; r++) {
             acc[r][j] += first * get(x[r * stride]);
             acc[r][j] += second * get(x[r * stride + 1]);
         }
-#endif
     }
+#endif
+}
+
+// Apart from what becomes of the sums, whose constants would take their registers.
+template <int R, class T> __attribute__((noinline)) void multiplied(Vec (&y)[R][VECS], const T* w, const T* x, long inputs) {
+    Vec acc[R][VECS] = {};
+    for (long i = 0; i < inputs; i += INPUTS<T>) add<R>(acc, w + i * STRIP, x + i, inputs);
+    memcpy(y, acc, sizeof(acc));
 }
 
 template <int R, class T, class Emit>
 inline long rows(const T* w, const float* bias, const T* x, long inputs, long row, long strip, Emit& emit) {
-    Vec acc[R][VECS] = {};
-    for (long i = 0; i < inputs; i += INPUTS<T>) add<R>(acc, w + i * STRIP, x + row * inputs + i, inputs);
+    Vec acc[R][VECS];
+    multiplied<R>(acc, w, x + row * inputs, inputs);
     for (int r = 0; r < R; r++) {
         for (long j = 0; bias && j < VECS; j++) acc[r][j] += load(bias + strip * STRIP + j * LANES);
         emit(row + r, strip * STRIP, acc[r]);
@@ -154,7 +164,8 @@ struct Step {
     void *keys, *values;
     const void* rotation[2];
     float* logits;  // (n, V rounded up to strips)
-    long threads, drafts;  // whether rows share their pages, one position after the other
+    long threads, piece;  // rows that a thread takes through all layers alone; 0: the threads share each product
+    long drafts;  // whether rows share their pages, one position after the other
 };
 
 struct Barrier {  // the threads of a step wait for each other for microseconds: too short to sleep
@@ -224,7 +235,7 @@ template <class T> void extend(const Model& m, const Step& s, long layer, long r
     const T *key = h + m.groups * size, *value = key + size;
     T* keys = (T*)s.keys + layer * s.layer_stride + (page * m.heads + head) * size * PAGE + offset;
     for (long d = 0; d < size; d++) keys[d * PAGE] = key[d];
-    std::copy(value, value + size, (T*)s.values + layer * s.layer_stride + ((page * PAGE + offset) * m.heads + head) * size);
+    std::copy(value, value + size, (T*)s.values + layer * s.layer_stride + ((page * m.heads + head) * PAGE + offset) * size);
 }
 
 // Its queries over the positions up to its own: out (g, D). `scores` and `sums` are room.
@@ -259,12 +270,12 @@ void attend(const Model& m, const Step& s, long layer, long row, long head, cons
         for (long t = 0; t < blocks * PAGE; t += LANES) store(scores + t, rounded<T>(load(scores + t) * scale));
         std::fill(sums, sums + size / LANES, Vec{});
         for (long block = 0; block < blocks; block++) {
-            const T* v = values + (pages[block] * PAGE * m.heads + head) * size;
-            long count = std::min(PAGE, position + 1 - block * PAGE), stride = m.heads * size, j = 0;
-            for (; j + 8 <= size / LANES; j += 8) weighted<8>(scores + block * PAGE, v + j * LANES, count, stride, sums + j);
-            for (; j + 4 <= size / LANES; j += 4) weighted<4>(scores + block * PAGE, v + j * LANES, count, stride, sums + j);
-            for (; j + 2 <= size / LANES; j += 2) weighted<2>(scores + block * PAGE, v + j * LANES, count, stride, sums + j);
-            for (; j < size / LANES; j++) weighted<1>(scores + block * PAGE, v + j * LANES, count, stride, sums + j);
+            const T* v = values + (pages[block] * m.heads + head) * PAGE * size;
+            long count = std::min(PAGE, position + 1 - block * PAGE), j = 0;
+            for (; j + 8 <= size / LANES; j += 8) weighted<8>(scores + block * PAGE, v + j * LANES, count, size, sums + j);
+            for (; j + 4 <= size / LANES; j += 4) weighted<4>(scores + block * PAGE, v + j * LANES, count, size, sums + j);
+            for (; j + 2 <= size / LANES; j += 2) weighted<2>(scores + block * PAGE, v + j * LANES, count, size, sums + j);
+            for (; j < size / LANES; j++) weighted<1>(scores + block * PAGE, v + j * LANES, count, size, sums + j);
         }
         for (long j = 0; j < size / LANES; j++) store(out + q * size + j * LANES, sums[j]);
     }
@@ -360,7 +371,17 @@ extern "C" void grpolab_pack(const uint32_t* weight, uint32_t* table, long outpu
                         strip * STRIP + o < outputs ? weight[(strip * STRIP + o) * words + i] : 0;
 }
 
-extern "C" void grpolab_step(const Model* m, const Step* s) { m->bf16 ? step<bf16>(*m, *s) : step<float>(*m, *s); }
+extern "C" void grpolab_step(const Model* m, const Step* s) {
+    long piece = s->piece ? s->piece : s->n, width = (m->vocab + STRIP - 1) / STRIP * STRIP;
+#pragma omp parallel for schedule(dynamic) num_threads(s->piece ? s->threads : 1)
+    for (long r = 0; r < s->n; r += piece) {
+        Step part = *s;
+        part.n = std::min(piece, s->n - r);
+        part.token += r, part.position += r, part.table += r * s->blocks, part.logits += r * width;
+        if (s->piece) part.threads = 1;
+        m->bf16 ? step<bf16>(*m, part) : step<float>(*m, part);
+    }
+}
 
 extern "C" void grpolab_linear(long is_bf16, long n, long inputs, long outputs, const void* w, const float* bias, const void* x,
                                void* y, long threads) {
