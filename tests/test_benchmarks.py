@@ -319,7 +319,8 @@ def test_an_interval_over_two_crossed_factors_holds_the_luck_of_both():
     found = report.over_crossed(table.tolist())
     squares = sum(3 * table.mean(axis).var(ddof=1) for axis in (0, 1))
     assert found.value == pytest.approx(table.mean())
-    assert found.high - found.value == pytest.approx(4.303 * (squares / 9) ** 0.5, rel=1e-4)  # Student's t, two degrees of freedom
+    t = 4.303  # Student's, of two degrees of freedom
+    assert found.high - found.value == pytest.approx(t * (squares / 9) ** 0.5, rel=1e-4)
     one_factor = report.over_crossed([[0.1] * 3, [0.2] * 3, [0.3] * 3])
     assert one_factor == report.over_crossed(np.array([[0.1] * 3, [0.2] * 3, [0.3] * 3]).T.tolist())
     with pytest.raises(ValueError):
