@@ -15,9 +15,11 @@
 #include <thread>
 #include <type_traits>
 #include <vector>
-#ifdef __AVX512BF16__
+#if defined(__AVX512BF16__) || defined(__AMX_BF16__)
 #include <immintrin.h>
 #endif
+#include <sys/syscall.h>
+#include <unistd.h>
 
 #if defined(__AVX512F__)
 constexpr long LANES = 16, REGISTERS = 32;
@@ -126,9 +128,64 @@ inline long rows(const T* w, const float* bias, const T* x, long inputs, long ro
     return R;
 }
 
+#ifdef __AMX_BF16__
+// Tiles of 16 rows by 64 bytes, which the system lets a process use that asks for them.
+inline bool tiles() {
+    static bool granted = syscall(SYS_arch_prctl, 0x1023 /* ARCH_REQ_XCOMP_PERM */, 18 /* tile data */) == 0;
+    return granted;
+}
+inline void shape_tiles(long rows) {  // 0 to 3 sums, 4 and 5 of x, 6 and 7 of the weights
+    struct { uint8_t palette = 1, start = 0, unused[14] = {}; uint16_t bytes[16] = {}; uint8_t rows[16] = {}; } shape;
+    long above = std::min(rows, 16L), below = std::max(rows - 16, 1L);
+    for (int t = 0; t < 8; t++) shape.bytes[t] = 64, shape.rows[t] = t > 5 ? 16 : t == 2 || t == 3 || t == 5 ? below : above;
+    _tile_loadconfig(&shape);
+}
+// y (rows, 32) of up to 32 rows: the sums of a row are the same at every number of rows
+inline void tiled(float* y, const bf16* w, const bf16* x, long inputs, long rows) {
+    _tile_zero(0); _tile_zero(1); _tile_zero(2); _tile_zero(3);
+    for (long i = 0; i < inputs; i += 32) {
+        _tile_loadd(6, w + i * STRIP, 4 * STRIP);
+        _tile_loadd(7, w + i * STRIP + 32, 4 * STRIP);
+        _tile_loadd(4, x + i, 2 * inputs);
+        _tile_dpbf16ps(0, 4, 6); _tile_dpbf16ps(1, 4, 7);
+        if (rows <= 16) continue;
+        _tile_loadd(5, x + 16 * inputs + i, 2 * inputs);
+        _tile_dpbf16ps(2, 5, 6); _tile_dpbf16ps(3, 5, 7);
+    }
+    _tile_stored(0, y, 4 * STRIP); _tile_stored(1, y + 16, 4 * STRIP);
+    if (rows > 16) { _tile_stored(2, y + 16 * STRIP, 4 * STRIP); _tile_stored(3, y + 16 * STRIP + 16, 4 * STRIP); }
+}
+template <class Emit>
+inline bool product_in_tiles(const bf16* weight, const float* bias, const bf16* x, long inputs, long n, long first, long last,
+                             Emit emit) {
+    if (inputs % 32 || !tiles()) return false;
+    alignas(64) float y[32 * STRIP];
+    long shaped = 0;
+    for (long strip = first; strip < last; strip++)
+        for (long row = 0; row < n; row += 32) {
+            long count = std::min(n - row, 32L);
+            if (count != shaped) shape_tiles(shaped = count);
+            tiled(y, weight + strip * inputs * STRIP, x + row * inputs, inputs, count);
+            for (long r = 0; r < count; r++) {
+                Vec sums[VECS];
+                for (long j = 0; j < VECS; j++)
+                    sums[j] = bias ? load(y + r * STRIP + j * LANES) + load(bias + strip * STRIP + j * LANES)
+                                   : load(y + r * STRIP + j * LANES);
+                emit(row + r, strip * STRIP, sums);
+            }
+        }
+    _tile_release();
+    return true;
+}
+#endif
+
 // emit(row, output, y of the 32 outputs from there) for strips first..last-1 of x (n, inputs) W^T + bias
 template <class T, class Emit>
 inline void product(const T* weight, const float* bias, const T* x, long inputs, long n, long first, long last, Emit emit) {
+#ifdef __AMX_BF16__
+    if constexpr (std::is_same<T, bf16>::value)
+        if (product_in_tiles(weight, bias, x, inputs, n, first, last, emit)) return;
+#endif
     for (long strip = first; strip < last; strip++) {
         const T* w = weight + strip * inputs * STRIP;
         for (long r = 0; r < n;) {
