@@ -8,7 +8,6 @@ A section without its record is left out. Longer than other files: a function a 
 from __future__ import annotations
 
 import json
-import math
 import re
 import sys
 from dataclasses import replace
@@ -23,6 +22,7 @@ from grpolab.env.aws.generate import instances  # noqa: E402
 from grpolab.evaluate import (  # noqa: E402
     Interval,
     clustered_interval,
+    crossed_interval,
     mean_interval,
     share_interval,
     student_t,
@@ -95,15 +95,6 @@ def rate_over_seeds(values: list[float]) -> Interval:
     """The same of rates, which lie between 0 and 1."""
     whole = over_seeds(values)
     return replace(whole, low=max(0.0, whole.low), high=min(1.0, whole.high))
-
-
-def over_crossed(values: list[list[float]]) -> Interval:
-    """Mean of a row for each level of one factor and a column for each of another, with its 95 % interval over both: the
-    variances of the rows' mean and of the columns' mean add up. The noise of single values is in both, so the interval is
-    rather too wide."""
-    rows, columns = (over_seeds([mean(level) for level in levels]) for levels in (values, zip(*values, strict=True)))
-    half = math.hypot(rows.high - rows.value, columns.high - columns.value)
-    return Interval(rows.value, rows.value - half, rows.value + half)
 
 
 def compared(found: dict, kind: str, a: str, b: str) -> str:
@@ -629,7 +620,7 @@ def administration_over_seeds(found: dict, results: Path) -> list:
              f"{settings['many']['steps']} steps. Intervals are over the templates, those of the last table over the "
              "seeds.", rows, gaps, over]
     for how, crossed in found.get("summary", {}).get("crossed", {}).items():
-        seeds, whole = found["summary"]["seeds"], over_crossed(crossed)
+        seeds, whole = found["summary"]["seeds"], crossed_interval(crossed)
         lines += [f"GRPO with each seed from the SFT of each seed, {how}: {whole.points} over that SFT ({whole.verdict}; the "
                   "interval is over the seeds of both).",
                   [{"SFT": f"seed {start}"} | {f"GRPO, seed {seed}": f"{100 * gain:+.1f}" for seed, gain in zip(seeds, row)}

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import pandas as pd
 from IPython import get_ipython
 from tqdm import tqdm
@@ -85,6 +86,20 @@ def student_t(freedom: int) -> float:
     if not 1 <= freedom <= len(STUDENT):
         raise ValueError(f"the quantiles of Student's t stand here for 1 to {len(STUDENT)} degrees of freedom, got {freedom}")
     return STUDENT[freedom - 1]
+
+
+def crossed_interval(values: Sequence[Sequence[float]]) -> Interval:
+    """Mean of a row for each level of one random factor and a column for each of another, such as the seeds of SFT and of GRPO,
+    with one value each. Its variance is that of the rows, of the columns and of the rest, by the mean squares of the two-way
+    analysis of variance, where a variance that comes out negative is 0; Student's t has the degrees of freedom of the factor
+    with fewer levels."""
+    table = np.asarray(values, dtype=float)
+    a, b = table.shape
+    rows, columns, mean = table.mean(1), table.mean(0), table.mean()
+    rest = float(((table - rows[:, None] - columns + mean) ** 2).sum()) / ((a - 1) * (b - 1))
+    of_rows, of_columns = b * rows.var(ddof=1), a * columns.var(ddof=1)
+    half = student_t(min(a, b) - 1) * math.sqrt((max(of_rows, rest) + max(of_columns, rest) - rest) / (a * b))
+    return Interval(float(mean), float(mean - half), float(mean + half))
 
 
 def share_interval(shares: Sequence[float], clusters: Sequence[Any] | None = None) -> Interval:

@@ -10,7 +10,6 @@ from dataclasses import replace
 from functools import partial
 from random import Random
 
-import numpy as np
 import pytest
 
 from grpolab.runs.run import repository
@@ -311,20 +310,6 @@ def test_a_tool_is_asked_or_not_by_every_policy_of_the_record(monkeypatch, tmp_p
     assert record["sft"]["shown"] == 20 > record["rewarded sft"]["shown"] >= record["rewarded sft"]["asking"] > 0
     assert all(len(record[name]["greedy"]["flags"]) == 3 for name in ("sft", "grpo 0", "rejection 0 1"))
     assert len(report.asking(record, tmp_path)[1]) == 7
-
-
-def test_an_interval_over_two_crossed_factors_holds_the_luck_of_both():
-    """Against the textbook's mean squares: Var(mean) is at most (MS of rows + MS of columns) / (rows x columns)."""
-    table = np.array([[0.05, 0.08, 0.06], [0.01, 0.05, 0.03], [0.09, 0.10, 0.08]])
-    found = report.over_crossed(table.tolist())
-    squares = sum(3 * table.mean(axis).var(ddof=1) for axis in (0, 1))
-    assert found.value == pytest.approx(table.mean())
-    t = 4.303  # Student's, of two degrees of freedom
-    assert found.high - found.value == pytest.approx(t * (squares / 9) ** 0.5, rel=1e-4)
-    one_factor = report.over_crossed([[0.1] * 3, [0.2] * 3, [0.3] * 3])
-    assert one_factor == report.over_crossed(np.array([[0.1] * 3, [0.2] * 3, [0.3] * 3]).T.tolist())
-    with pytest.raises(ValueError):
-        report.over_crossed([[0.1, 0.2], [0.3]])
 
 
 @pytest.mark.full

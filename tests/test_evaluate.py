@@ -3,6 +3,7 @@
 import itertools
 import math
 
+import numpy as np
 import pytest
 
 from grpolab.arithmetic import Problem
@@ -14,6 +15,7 @@ from grpolab.evaluate import (
     Interval,
     calibrate,
     clustered_interval,
+    crossed_interval,
     evaluate,
     evaluate_checks,
     evaluate_fixed,
@@ -266,3 +268,18 @@ def test_students_quantiles_are_those_of_the_closed_forms_and_of_small_samples_a
     assert student_t(2) == pytest.approx(0.95 * math.sqrt(2 / (1 - 0.95**2)), abs=1e-3)
     with pytest.raises(ValueError, match="1 to 10 degrees of freedom, got 0"):
         student_t(0)
+
+
+def test_an_interval_over_two_crossed_factors_holds_the_luck_of_both():
+    """Where the rows alone differ it is that of their means; it covers the mean of three by three levels 95 times of 100."""
+    rows = np.array([[0.1] * 3, [0.2] * 3, [0.3] * 3])
+    plain = mean_interval([0.1, 0.2, 0.3], student_t(2))
+    for table in (rows, rows.T):
+        found = crossed_interval(table)
+        assert (found.value, found.low, found.high) == pytest.approx((plain.value, plain.low, plain.high))
+    rng, covered = np.random.default_rng(0), []
+    for between in ((2.0, 2.0), (2.0, 0.0), (0.0, 0.0)):
+        tables = [between[0] * rng.normal(size=(3, 1)) + between[1] * rng.normal(size=3) + rng.normal(size=(3, 3))
+                  for _ in range(1000)]
+        covered.append(np.mean([found.low < 0 < found.high for found in map(crossed_interval, tables)]))
+    assert min(covered) > 0.93 and covered[1] < 0.98

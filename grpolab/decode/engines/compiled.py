@@ -171,7 +171,8 @@ class CompiledEngine(LlamaEngine):
         alone = not drafts and n > ROWS * (threads - 1) and self.weights * cache.keys.element_size() <= NEARBY
         piece = min(MOST_ROWS, round_up(-(-n // threads), ROWS)) if alone else 0
         step = Step(n, table.shape[1], cache.keys.stride(0), address(tokens), address(start), table.ctypes.data,
-                    address(cache.keys), address(cache.values), (c_void_p * 2)(*rotation), address(logits), threads, piece, drafts)
+                    address(cache.keys), address(cache.values), (c_void_p * 2)(*rotation), address(logits), threads, piece,
+                    drafts)
         library().grpolab_step(byref(self._model()), byref(step))
         return logits[:, : self.vocab]
 
