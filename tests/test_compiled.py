@@ -113,9 +113,9 @@ def test_without_the_operator_torchs_serve(fault, fresh, monkeypatch, caplog):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("without", ["-mno-avx512f", "-mno-avx"])
-def test_processors_with_shorter_vectors_sample_the_same(without, fresh, monkeypatch):
-    monkeypatch.setattr(compiled, "FLAGS", (*compiled.FLAGS, without))
+@pytest.mark.parametrize("without", ["-mno-amx-bf16", "-mno-amx-bf16 -mno-avx512f", "-mno-amx-bf16 -mno-avx"])
+def test_processors_without_tiles_or_with_shorter_vectors_sample_the_same(without, fresh, monkeypatch):
+    monkeypatch.setattr(compiled, "FLAGS", (*compiled.FLAGS, *without.split()))
     for shape in range(len(SHAPES)):
         for dtype in (torch.float32, torch.bfloat16):
             test_it_samples_what_torchs_operators_sample(shape, dtype)

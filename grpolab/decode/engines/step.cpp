@@ -3,7 +3,7 @@
 // H key/value heads, g queries a head, D head size, E hidden, F inner size, V vocabulary. T is float or bf16; sums are fp32,
 // and bf16 is rounded where the forward of transformers rounds. Each row is computed by the same operations in the same order
 // whatever the other rows are. Weights (outputs, inputs) lie in strips of 32 outputs: (outputs/32, inputs, 32), and in bf16
-// (outputs/32, inputs/2, 32, 2); keys and values in the pages of decode/cache.py.
+// (outputs/32, inputs/2, 32, 2), which AMX takes as its tiles; keys and values in the pages of decode/cache.py.
 #include <algorithm>
 #include <atomic>
 #include <cmath>
