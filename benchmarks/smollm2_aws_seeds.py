@@ -185,13 +185,12 @@ def main() -> None:
         print(json.dumps(asyncio.run(one(words[1], *map(int, words[2:])))))
         return
     record, lock = runs.Record(RESULTS, SETTINGS), threading.Lock()
-
     seeds = words or ["0", "1", "2"]
 
-    def one_seed(stages: Sequence[str], seed: str) -> None:
+    def one_seed(stages: Sequence[str], seed: str) -> None:  # crossed: the SFT's and GRPO's, as "0 1"
         for stage in stages:
             if (name := f"{stage} {seed}") not in record:
-                found = runs.in_process(__file__, *name.rsplit(" ", 1 + (stage == "crossed")))
+                found = runs.in_process(__file__, stage, *seed.split())
                 with lock:
                     record.keep(name, found)
 

@@ -271,12 +271,15 @@ def test_students_quantiles_are_those_of_the_closed_forms_and_of_small_samples_a
 
 
 def test_an_interval_over_two_crossed_factors_holds_the_luck_of_both():
-    """Where the rows alone differ it is that of their means; it covers the mean of three by three levels 95 times of 100."""
+    """Where the rows alone differ it is that of their means; else by the mean squares, here 12, 3 and 1; and it covers the mean
+    of three by three levels at least 95 times of 100."""
     rows = np.array([[0.1] * 3, [0.2] * 3, [0.3] * 3])
     plain = mean_interval([0.1, 0.2, 0.3], student_t(2))
     for table in (rows, rows.T):
         found = crossed_interval(table)
         assert (found.value, found.low, found.high) == pytest.approx((plain.value, plain.low, plain.high))
+    found = crossed_interval(np.array([[0, 1, 2]]) + [[0], [2], [4]] + [[1, -1, 0], [-1, 1, 0], [0, 0, 0]])
+    assert found.high - found.value == pytest.approx(student_t(2) * ((12 + 3 - 1) / 9) ** 0.5)
     rng, covered = np.random.default_rng(0), []
     for between in ((2.0, 2.0), (2.0, 0.0), (0.0, 0.0)):
         tables = [between[0] * rng.normal(size=(3, 1)) + between[1] * rng.normal(size=3) + rng.normal(size=(3, 3))

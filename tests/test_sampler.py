@@ -122,7 +122,7 @@ def test_a_trainer_gets_the_model_between_two_steps(policy):
             with policy.lock:
                 waited.append(sampler.stats.steps - before)
             time.sleep(0.001)
-    assert len(waited) > 20 and sorted(waited)[-len(waited) // 20] <= 1  # a thread that had to wait for a processor saw more
+    assert len(waited) > 20 and max(waited) <= 1
 
 
 def test_options_are_obeyed_or_refused(policy):

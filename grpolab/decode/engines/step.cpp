@@ -18,8 +18,10 @@
 #if defined(__AVX512BF16__) || defined(__AMX_BF16__)
 #include <immintrin.h>
 #endif
+#ifdef __AMX_BF16__
 #include <sys/syscall.h>
 #include <unistd.h>
+#endif
 
 #if defined(__AVX512F__)
 constexpr long LANES = 16, REGISTERS = 32;
@@ -117,14 +119,19 @@ template <int R, class T> __attribute__((noinline)) void multiplied(Vec (&y)[R][
     memcpy(y, acc, sizeof(acc));
 }
 
+template <class Emit>
+inline void finish(Vec (*y)[VECS], long count, const float* bias, long row, long strip, Emit& emit) {
+    for (long r = 0; r < count; r++) {
+        for (long j = 0; bias && j < VECS; j++) y[r][j] += load(bias + strip * STRIP + j * LANES);
+        emit(row + r, strip * STRIP, y[r]);
+    }
+}
+
 template <int R, class T, class Emit>
 inline long rows(const T* w, const float* bias, const T* x, long inputs, long row, long strip, Emit& emit) {
     Vec acc[R][VECS];
     multiplied<R>(acc, w, x + row * inputs, inputs);
-    for (int r = 0; r < R; r++) {
-        for (long j = 0; bias && j < VECS; j++) acc[r][j] += load(bias + strip * STRIP + j * LANES);
-        emit(row + r, strip * STRIP, acc[r]);
-    }
+    finish(acc, R, bias, row, strip, emit);
     return R;
 }
 
@@ -159,20 +166,14 @@ template <class Emit>
 inline bool product_in_tiles(const bf16* weight, const float* bias, const bf16* x, long inputs, long n, long first, long last,
                              Emit emit) {
     if (inputs % 32 || !tiles()) return false;
-    alignas(64) float y[32 * STRIP];
+    alignas(64) Vec y[32][VECS];
     long shaped = 0;
     for (long strip = first; strip < last; strip++)
         for (long row = 0; row < n; row += 32) {
             long count = std::min(n - row, 32L);
             if (count != shaped) shape_tiles(shaped = count);
-            tiled(y, weight + strip * inputs * STRIP, x + row * inputs, inputs, count);
-            for (long r = 0; r < count; r++) {
-                Vec sums[VECS];
-                for (long j = 0; j < VECS; j++)
-                    sums[j] = bias ? load(y + r * STRIP + j * LANES) + load(bias + strip * STRIP + j * LANES)
-                                   : load(y + r * STRIP + j * LANES);
-                emit(row + r, strip * STRIP, sums);
-            }
+            tiled((float*)y, weight + strip * inputs * STRIP, x + row * inputs, inputs, count);
+            finish(y, count, bias, row, strip, emit);
         }
     _tile_release();
     return true;
