@@ -149,7 +149,8 @@ def rates(table: dict[str, dict[str, object]], *, title: str, xlabel="", ylabel=
                   [max(0.0, values[c].high - values[c].value) for c in categories]]
         ax.bar(x, y, width * 0.92, color=colors[series], yerr=errors, capsize=3, label=series, ecolor="#333333")
         for xi, yi, up in zip(x, y, errors[1]):
-            ax.annotate(written.format(yi), (xi, yi + up), xytext=(0, 4), textcoords="offset points", ha="center",
+            label = written.format(yi) if yi >= 0.005 or yi == 0 else f"{yi:.1%}"  # what is not 0 does not read as 0
+            ax.annotate(label, (xi, yi + up), xytext=(0, 4), textcoords="offset points", ha="center",
                         fontsize=size, bbox={"facecolor": "white", "edgecolor": "none", "alpha": 0.8, "pad": 0.4})
     ax.set_xticks(range(len(categories)), categories)
     ax.set(title=title, xlabel=xlabel, ylabel=ylabel, ylim=(0, 1.12))
