@@ -429,15 +429,17 @@ extern "C" void grpolab_pack(const uint32_t* weight, uint32_t* table, long outpu
                         strip * STRIP + o < outputs ? weight[(strip * STRIP + o) * words + i] : 0;
 }
 
+static void step_of(const Model& m, const Step& s) { m.bf16 ? step<bf16>(m, s) : step<float>(m, s); }
+
 extern "C" void grpolab_step(const Model* m, const Step* s) {
-    long piece = s->piece ? s->piece : s->n, width = (m->vocab + STRIP - 1) / STRIP * STRIP;
-#pragma omp parallel for schedule(dynamic) num_threads(s->piece ? s->threads : 1)
-    for (long r = 0; r < s->n; r += piece) {
+    if (!s->piece) return step_of(*m, *s);  // not inside a region of one thread: a nested one starts new threads every time
+    long width = (m->vocab + STRIP - 1) / STRIP * STRIP;
+#pragma omp parallel for schedule(dynamic) num_threads(s->threads)
+    for (long r = 0; r < s->n; r += s->piece) {
         Step part = *s;
-        part.n = std::min(piece, s->n - r);
+        part.n = std::min(s->piece, s->n - r), part.threads = 1;
         part.token += r, part.position += r, part.table += r * s->blocks, part.logits += r * width;
-        if (s->piece) part.threads = 1;
-        m->bf16 ? step<bf16>(*m, part) : step<float>(*m, part);
+        step_of(*m, part);
     }
 }
 
