@@ -577,7 +577,7 @@ def administration(found: dict, results: Path) -> list:
 
 def administration_over_seeds(found: dict, results: Path) -> list:
     settings = found["settings"]
-    names = {"sft": "SFT", "rejection": "rejection sampling", "grpo": "GRPO", "many": "SFT on many"}
+    names = {"sft": "SFT", "rejection": "rejection sampling", "grpo": "GRPO", "many": "SFT on many", "longer": "longer SFT"}
     templates = templates_of(settings, 0)
 
     def ahead(before: dict, after: dict) -> dict:
@@ -597,7 +597,7 @@ def administration_over_seeds(found: dict, results: Path) -> list:
             rows.append(row | {"sampled tokens": f"{run['tokens']:,}" if "tokens" in run else ""})
         gaps += [{"seed": seed, "GRPO −": names[name]} | {how: f"{gap.points}: {gap.verdict}"
                                                          for how, gap in ahead(of[name]["after"], grown["after"]).items()}
-                 for name in ("rejection", "many") if name in of]
+                 for name in ("rejection", "many", "longer") if name in of]
         if other := found.get(f"left out {seed}"):
             left.append(seed)
             for template, flag in zip(templates, "".join(other["after"]["flags"].values()), strict=True):
@@ -605,7 +605,7 @@ def administration_over_seeds(found: dict, results: Path) -> list:
 
     over = []
     for a, b in (("grpo", "sft"), ("rejection", "sft"), ("many", "sft"), ("grpo", "rejection"), ("grpo", "many"),
-                 ("many", "rejection")):
+                 ("many", "rejection"), ("longer", "sft"), ("grpo", "longer"), ("many", "longer")):
         seeds = [seed for _, seed, _ in runs_of(found, a) if f"{b} {seed}" in found]
         if len(seeds) > 1:
             each = [ahead(found[f"{b} {seed}"]["after"], found[f"{a} {seed}"]["after"]) for seed in seeds]
@@ -617,8 +617,8 @@ def administration_over_seeds(found: dict, results: Path) -> list:
              f"begin at the best of it and have equally many rollouts. Rejection sampling: {rounds['rounds']} rounds of "
              f"{rounds['tasks']} tasks and {rounds['samples']} samples, then SFT on the answers that solved their task. SFT on "
              "many begins at the model as it is and has the reference solutions of all these tasks, too, and "
-             f"{settings['many']['steps']} steps. Intervals are over the templates, those of the last table over the "
-             "seeds.", rows, gaps, over]
+             f"{settings['many']['steps']} steps; longer SFT has as many steps on the demonstrations alone. Intervals are over "
+             "the templates, those of the last table over the seeds.", rows, gaps, over]
     for how, crossed in found.get("summary", {}).get("crossed", {}).items():
         seeds, whole = found["summary"]["seeds"], crossed_interval(crossed)
         lines += [f"GRPO with each seed from the SFT of each seed, {how}: {whole.points} over that SFT ({whole.verdict}; the "

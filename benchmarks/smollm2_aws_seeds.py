@@ -12,10 +12,11 @@ demonstrations, one of each template, its own SFT, and from the best look of it:
 Solutions are generated here, so imitation need not make do with one of each template. From the model as it is:
     many        SFT on the demonstrations and on the reference solutions of all tasks that rejection sampling draws
     left out    the same without every fifth template, beginning with the one of the seed's number
+    longer      SFT on the demonstrations alone, for as many steps as `many`
 And to tell the luck of the SFT from that of GRPO:
     crossed     GRPO with each seed from the SFT of each other one; `again` is that SFT where it had to be trained once more
-Held-out tasks are the first set of smollm2_aws.py, greedy and sampled. Recipe and seeds stood before the first run. What
-the record holds is kept. Two seeds run at once, each on one thread; GRPO takes up to 11 GB for each.
+Held-out tasks are the first set of smollm2_aws.py, greedy and sampled. Recipe and seeds stood before the first run
+(`longer` and `crossed` were added when the other results were known). What the record holds is kept. Two seeds run at once, each on one thread; GRPO takes up to 11 GB for each.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ from grpolab.train import GRPOConfig, SFTConfig, demonstrations, sft
 
 COMMAND = "OMP_NUM_THREADS=1 python benchmarks/smollm2_aws_seeds.py 0 1 2"
 RESULTS = aws.HERE / "results" / "smollm2_aws_seeds.json"
-STAGES = ("sft", "grpo", "rejection", "many", "left out")
+STAGES = ("sft", "grpo", "rejection", "many", "left out", "longer")
 SHARED = ("model", "tiers", "choosing", "held_out", "limits", "sft", "samples", "new_tokens")
 SETTINGS = {key: aws.SETTINGS[key] for key in SHARED} | {
     "command": COMMAND, "dtype": "float32", "template": aws.TEMPLATE, "grpo": aws.SETTINGS["grpo"]["short"],
@@ -85,10 +86,10 @@ def left_out(seed: int) -> list[str]:
 
 
 async def imitated(name: str, seed: int) -> dict:
-    """SFT on one demonstration of each template (`sft`), or on many, and what its best policy does."""
+    """SFT on one demonstration of each template (`sft`, `longer`), or on many, and what its best policy does."""
     shown = [instance(t, f"shown {seed}") for tier in template_ids(*aws.TIERS) for t in tier]
     without = left_out(seed) if name == "left out" else []
-    if name != "sft":
+    if name in ("many", "left out"):
         shown += [task for number in range(SETTINGS["rejection"]["rounds"]) for task in drawn(seed, number)]
     chats = [{"messages": aws.solved_chat(task)} for task in shown if task.template not in without]
     with Simulator() as account:

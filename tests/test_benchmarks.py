@@ -344,7 +344,7 @@ def test_every_way_to_administer_accounts_is_recorded(monkeypatch, tmp_path):
     assert not any(name.startswith("again") for name in record)
     assert record["summary"]["crossed"]["greedy"] == [[0.0] * 3] * 3
     _, rows, gaps, over, greedy, _, sampled, sampled_rows, left_out = report.administration_over_seeds(record, tmp_path)
-    assert (len(rows), len(gaps), len(over)) == (12, 6, 6) and "every 5th template solves 0.0%" in left_out
+    assert (len(rows), len(gaps), len(over)) == (15, 9, 9) and "every 5th template solves 0.0%" in left_out
     assert "greedy: +0.0 points" in greedy and "sampled: +0.0 points" in sampled and len(sampled_rows) == 3
     del record["crossed 0 1"]  # a run that is repeated elsewhere: the SFT that it begins at is trained once more
     shutil.rmtree(tmp_path / "runs" / "smollm2_aws_seeds" / "sft_0")
