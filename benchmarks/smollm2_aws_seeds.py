@@ -16,7 +16,8 @@ Solutions are generated here, so imitation need not make do with one of each tem
 And to tell the luck of the SFT from that of GRPO:
     crossed     GRPO with each seed from the SFT of each other one; `again` is that SFT where it had to be trained once more
 Held-out tasks are the first set of smollm2_aws.py, greedy and sampled. Recipe and seeds stood before the first run
-(`longer` and `crossed` were added when the other results were known). What the record holds is kept. Two seeds run at once, each on one thread; GRPO takes up to 11 GB for each.
+(`crossed` and `longer` were added when the other results were known). What the record holds is kept. Two seeds run at once,
+each on one thread; GRPO takes up to 11 GB for each.
 """
 
 from __future__ import annotations
