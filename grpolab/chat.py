@@ -163,15 +163,26 @@ def observation_ids(tokenizer, content: str | Sequence[str], role: str = "user")
     or several of `role` "tool" (the results of calls). ValueError for a template that rewrites earlier turns: under it no
     single token sequence stands for the conversation."""
     contents = [content] if isinstance(content, str) else content
-    if role == "tool":
-        answer = _CALL | {"tool_calls": _CALL["tool_calls"] * len(contents)}
-        between = [_RESULT | {"content": text} for text in contents]
-    else:
-        answer, between = {"role": "assistant", "content": "b"}, [{"role": role, "content": text} for text in contents]
-    ids = rest_ids(tokenizer, [*user("a"), answer, *between], answered=2, ended=True)
-    if ids is None:
+    calls = len(contents) if role == "tool" else 0
+    between = [_RESULT | {"content": text} if calls else {"role": role, "content": text} for text in contents]
+    head = _head_of_an_answer(tokenizer, calls, str(tokenizer.chat_template), tokenizer.eos_token)
+    whole = _render(tokenizer, [*_answer(calls), *between], reply=True)
+    if head is None or not whole.startswith(head):
         raise ValueError("the chat template rewrites earlier turns when a new one is added; use one that only appends")
-    return ids
+    return _encode(tokenizer, whole[len(head) :])
+
+
+def _answer(calls: int) -> list[Message]:
+    """A question, and an answer that makes so many calls; 0: an answer of text."""
+    answer = _CALL | {"tool_calls": _CALL["tool_calls"] * calls} if calls else {"role": "assistant", "content": "b"}
+    return [*user("a"), answer]
+
+
+@lru_cache(maxsize=16)
+def _head_of_an_answer(tokenizer, calls: int, template: str, end: str) -> str | None:
+    """`_head` of `_answer(calls)`, which every turn of an environment follows; `template` and `end` are the tokenizer's, to
+    make it anew where they were changed."""
+    return _head(tokenizer, _answer(calls), 2)
 
 
 @lru_cache(maxsize=4)
@@ -194,14 +205,20 @@ def rest_ids(tokenizer, messages: Sequence[Message], answered: int, ended: bool,
     """Token ids that follow those of the assistant turn messages[answered - 1], up to the next assistant turn; with an end
     token first where that turn was cut and did not write its own (`ended` False). None for a template that rewrites earlier
     turns or does not close them: then the conversation is another sequence."""
+    head, whole = _head(tokenizer, messages, answered, tools), _render(tokenizer, messages, reply=True, tools=tools)
+    if head is None or not whole.startswith(head):
+        return None
+    return [tokenizer.eos_token_id] * (not ended) + _encode(tokenizer, whole[len(head) :])
+
+
+def _head(tokenizer, messages: Sequence[Message], answered: int, tools: Sequence[dict] = ()) -> str | None:
+    """What the template writes up to the end token of the assistant turn messages[answered - 1]; None where it rewrites what
+    was before that turn, or does not close it."""
     end = tokenizer.eos_token
     before = _render(tokenizer, messages[: answered - 1], reply=True, tools=tools)
     after = _render(tokenizer, messages[:answered], reply=False, tools=tools)
     head = after[: after.rfind(end) + len(end)]
-    whole = _render(tokenizer, messages, reply=True, tools=tools)
-    if not (head.startswith(before) and len(head) >= len(before) + len(end) and whole.startswith(head)):
-        return None
-    return [tokenizer.eos_token_id] * (not ended) + _encode(tokenizer, whole[len(head) :])
+    return head if head.startswith(before) and len(head) >= len(before) + len(end) else None
 
 
 def encode_chat(tokenizer, messages: Sequence[Message], tools: Sequence[dict] = ()) -> Example:
