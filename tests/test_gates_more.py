@@ -1,4 +1,4 @@
-"""The gates of notebooks 08, 09 and 11 to 17 under sabotage; and that every gate has a fault."""
+"""The gates of notebooks 08, 09 and 11 to 18 under sabotage; and that every gate has a fault."""
 
 import asyncio
 import sys
@@ -93,7 +93,7 @@ def go_on_in_spite_of_the_summary(monkeypatch):
 
 def plain_style_and_few_tasks(request, tmp_path, monkeypatch):
     monkeypatch.setattr("grpolab.lab.plots.use_style", lambda: None)
-    return {"TIERS = ": {"TIERS": ("warmup",), "n_eval": 2, "record": {}, "recipe": {"seats": 2}, "left_out": ""}}
+    return {"TIERS = ": {"TIERS": ("warmup",), "n_eval": 2, "slots": 2, "left_out": ""}}
 
 
 def one_account_for_all(monkeypatch):
@@ -201,9 +201,8 @@ FAULTS = [
     Fault("11_agents", report_logps_of_another_temperature, LOGPS, "async def examine", prepare=warmed_up_and_small),
     Fault("11_agents", tokenise_again, ANEW, "async def examine", prepare=warmed_up_and_small, full=True),
     Fault("11_agents", go_on_in_spite_of_the_summary, SUMMARY, "async def examine", prepare=warmed_up_and_small, full=True),
-    Fault("12_aws", one_account_for_all, None, "held_out = ", parameters={"model": "small"}, prepare=plain_style_and_few_tasks),
-    Fault("12_aws", take_them_at_their_word, None, "held_out = ", parameters={"model": "small"},
-          prepare=plain_style_and_few_tasks, full=True),
+    Fault("12_aws", one_account_for_all, None, "held_out = ", prepare=plain_style_and_few_tasks),
+    Fault("12_aws", take_them_at_their_word, None, "held_out = ", prepare=plain_style_and_few_tasks, full=True),
     Fault("13_rejection_sampling", report_logps_of_another_temperature,
           {"gradient of imitation − policy gradient with rewards, of its length"}, "policy = load_policy(str(saved))",
           without=("policy, own",), parameters={"quick": True}),
@@ -224,6 +223,8 @@ FAULTS = [
     Fault("17_critic", wait_for_the_whole_return,
           {"GAE by hand − of the package", "critic by hand − of the package after five steps"}, "with gate(",
           without=CRITIC_TRAINED, parameters={"quick": True}),
+    Fault("18_smollm2_aws", take_them_at_their_word, {"recorded answers that earn another reward when they are played again"},
+          "measures = "),
 ]
 
 

@@ -65,7 +65,7 @@ def tables(folder: Path) -> dict[str, pd.DataFrame]:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("number", [f"{n:02}" for n in range(18) if n not in (2, 6)])  # the two that train nothing
+@pytest.mark.parametrize("number", [f"{n:02}" for n in range(18) if n not in (2, 6)])  # 18: if asked
 def test_a_training_cell_that_was_interrupted_starts_where_it_started(number, tmp_path):
     (notebook,) = (repository() / "notebooks").glob(f"{number}_*.ipynb")
     durations = executed(notebook, tmp_path / "once")
