@@ -223,7 +223,7 @@ FAULTS = [
     Fault("17_critic", wait_for_the_whole_return,
           {"GAE by hand − of the package", "critic by hand − of the package after five steps"}, "with gate(",
           without=CRITIC_TRAINED, parameters={"quick": True}),
-    Fault("18_smollm2_aws", take_them_at_their_word, {"recorded answers that earn another reward when they are played again"},
+    Fault("18_aws_commands", take_them_at_their_word, {"recorded answers that earn another reward when they are played again"},
           "measures = "),
 ]
 

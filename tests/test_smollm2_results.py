@@ -118,7 +118,7 @@ class Asked(Exception):
 @pytest.mark.parametrize("script, recipe", [("aws", []), ("aws_seeds", []), ("english", []), ("gym", []), ("tools", [])]
                          + [("arithmetic", [name]) for name in sums.RECIPES])
 def test_a_script_would_go_on_with_its_record(script, recipe, monkeypatch):
-    """Nor does a recorded recipe name an option that has gone: notebook 12 trains by one."""
+    """Nor does a recorded recipe name an option that has gone: notebook 18 trains by one."""
     def record(path, settings):
         assert json.loads(path.read_text())["settings"] == json.loads(json.dumps(settings))
         raise Asked
