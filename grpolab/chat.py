@@ -166,10 +166,10 @@ def observation_ids(tokenizer, content: str | Sequence[str], role: str = "user")
     calls = len(contents) if role == "tool" else 0
     between = [_RESULT | {"content": text} if calls else {"role": role, "content": text} for text in contents]
     head = _head_of_an_answer(tokenizer, calls, str(tokenizer.chat_template), tokenizer.eos_token)
-    whole = _render(tokenizer, [*_answer(calls), *between], reply=True)
-    if head is None or not whole.startswith(head):
+    ids = _behind(tokenizer, head, [*_answer(calls), *between])
+    if ids is None:
         raise ValueError("the chat template rewrites earlier turns when a new one is added; use one that only appends")
-    return _encode(tokenizer, whole[len(head) :])
+    return ids
 
 
 def _answer(calls: int) -> list[Message]:
@@ -205,10 +205,14 @@ def rest_ids(tokenizer, messages: Sequence[Message], answered: int, ended: bool,
     """Token ids that follow those of the assistant turn messages[answered - 1], up to the next assistant turn; with an end
     token first where that turn was cut and did not write its own (`ended` False). None for a template that rewrites earlier
     turns or does not close them: then the conversation is another sequence."""
-    head, whole = _head(tokenizer, messages, answered, tools), _render(tokenizer, messages, reply=True, tools=tools)
-    if head is None or not whole.startswith(head):
-        return None
-    return [tokenizer.eos_token_id] * (not ended) + _encode(tokenizer, whole[len(head) :])
+    ids = _behind(tokenizer, _head(tokenizer, messages, answered, tools), messages, tools)
+    return None if ids is None else [tokenizer.eos_token_id] * (not ended) + ids
+
+
+def _behind(tokenizer, head: str | None, messages: Sequence[Message], tools: Sequence[dict] = ()) -> list[int] | None:
+    """Token ids of what a conversation that waits for its next turn has behind its `_head`; None where it has no such head."""
+    whole = _render(tokenizer, messages, reply=True, tools=tools)
+    return None if head is None or not whole.startswith(head) else _encode(tokenizer, whole[len(head) :])
 
 
 def _head(tokenizer, messages: Sequence[Message], answered: int, tools: Sequence[dict] = ()) -> str | None:
