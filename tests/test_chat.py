@@ -108,6 +108,13 @@ def test_a_template_that_rewrites_history_is_refused(tiny):
         observation_ids(tokenizer, "3")
 
 
+def test_what_precedes_an_answer_is_read_anew_from_a_template_that_was_changed(tiny):
+    tokenizer, other = copy.deepcopy(tiny.tokenizer), copy.deepcopy(tiny.tokenizer)
+    assert observation_ids(tokenizer, "3") == observation_ids(tiny.tokenizer, "3")
+    tokenizer.chat_template = other.chat_template = "= " + CHAT_TEMPLATE.replace("Assistant: ", "> ")
+    assert observation_ids(tokenizer, "3") == observation_ids(other, "3") != observation_ids(tiny.tokenizer, "3")
+
+
 def test_what_cannot_be_trained_on_is_refused(tiny):
     tokenizer = copy.deepcopy(tiny.tokenizer)
     tokenizer.chat_template = CHAT_TEMPLATE.replace("eos_token + ", "")
