@@ -286,14 +286,13 @@ def median_of(runs: list):
 def machine() -> dict:
     import importlib.metadata as md
 
-    import torch
 
     names = [line.split(":")[1].strip() for line in Path("/proc/cpuinfo").read_text().splitlines() if "model name" in line] \
         if Path("/proc/cpuinfo").exists() else [platform.processor()]
     versions = {p: md.version(p) for p in ("torch", "transformers", "trl")}
     return {"processor": names[0], "threads": os.environ.get("OMP_NUM_THREADS", "2"),
             "load_average": os.getloadavg()[0], "versions": versions,
-            "instructions": torch.backends.cpu.get_cpu_capability()}
+            "instructions": records.instructions()}
 
 
 def main() -> None:

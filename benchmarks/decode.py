@@ -256,7 +256,7 @@ def main() -> None:
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     machine = dict(machine=platform.machine(), cores=os.cpu_count(), threads=args.threads, read_bytes_per_s=bandwidth(),
-                   instructions=torch.backends.cpu.get_cpu_capability(), torch=torch.__version__,
+                   instructions=records.instructions(), torch=torch.__version__,
                    transformers=transformers.__version__)
     print(machine, f"llama.cpp: {llama_obstacle() or 'takes part'}", sep="\n", flush=True)
     rows = json.loads(args.out.read_text())["rows"] if args.out.exists() else []

@@ -101,7 +101,7 @@ async def main() -> None:
                     lambda lookup: answers(large, prompt, count, params, lookup)))  # noqa: B023
                 print(rows[-1], flush=True)
     records.write(RESULTS, {"command": COMMAND, "threads": torch.get_num_threads(),
-                            "instructions": torch.backends.cpu.get_cpu_capability(), "rounds": ROUNDS, "rows": rows})
+                            "instructions": records.instructions(), "rounds": ROUNDS, "rows": rows})
 
 
 if __name__ == "__main__":

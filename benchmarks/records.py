@@ -40,6 +40,14 @@ def measured(name: str) -> tuple[str, ...]:
     return MEASURES.get(name, TRAINING)
 
 
+def instructions() -> str:
+    """The vector instructions of this machine, and whether bfloat16 is multiplied by AMX, which changes every ratio in it."""
+    import torch
+
+    from grpolab.decode.verify import by_amx
+    return torch.backends.cpu.get_cpu_capability() + (" with AMX" if by_amx() else "")
+
+
 def code_hash(room: Path) -> str:
     """Of the syntax of a room's modules without docstrings, so that prose and comments do not count, and of its C++."""
     whole = hashlib.sha256()
