@@ -286,7 +286,6 @@ def median_of(runs: list):
 def machine() -> dict:
     import importlib.metadata as md
 
-
     names = [line.split(":")[1].strip() for line in Path("/proc/cpuinfo").read_text().splitlines() if "model name" in line] \
         if Path("/proc/cpuinfo").exists() else [platform.processor()]
     versions = {p: md.version(p) for p in ("torch", "transformers", "trl")}
