@@ -104,8 +104,8 @@ def _tokens(policy, rollout: Rollout, numbers: dict, by: str, scale: float) -> s
 
 
 def _shade(distance: float, scale: float) -> str:
-    """The colour of a token: none at 0, up to 0.7 opaque at `scale` or beyond."""
-    if not distance or math.isnan(distance):
+    """The colour of a token: none below a hundredth of `scale`, up to 0.7 opaque at `scale` or beyond."""
+    if math.isnan(distance) or abs(distance) < 0.01 * scale:
         return ""
     return f"background:rgba({UP if distance > 0 else DOWN},{0.2 + 0.5 * min(1.0, abs(distance) / scale):.2f});"
 
