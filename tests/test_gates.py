@@ -63,9 +63,9 @@ def drop_the_mask(monkeypatch):
 
 
 # The cells of races, of bf16 and of the faults, which take most of the notebook's time.
-RACED = ("def seconds_of", "fig, ax = plt.subplots()\nfor column", "rng = np.random", "jobs = [",
+RACED = ("def seconds_of", "fig, ax = plt.subplots()\nfor column", "rng = np.random", "def spent", "jobs = [",
          "fig, axes = plt.subplots(3, 1", "stalls, order", "half = load_policy", "on_cpu =",
-         "from contextlib import nullcontext", "def spent_on", "rates = [",
+         "from contextlib import nullcontext", "weights = sum", "sweep = []", "rates = [",
          "fig, (left, right) = plt.subplots(1, 2, figsize=(9.6, 3.4))\n")
 
 
@@ -84,8 +84,8 @@ def report_other_logps_and_let_the_slot_decide(monkeypatch):
 
 # The cells between the pairs and the appendix, which train and ask, and one that counts bytes: slow among many objects.
 DPO_TRAINED = ("plain = await", "reference = cache_logps", "columns = [", "metrics, points", "last = points", "kinds = {",
-               "far = ", "fig, axes = plt.subplots(1, 2", "def chosen_alone", "rates = {", "suite_table", "side_by_side",
-               "parts = {", "def live_tensors")
+               "far = ", "fig, axes = plt.subplots(1, 2", "def chosen_alone", "over_sft = {", "rates = {",
+               "suite_table", "side_by_side", "parts = {", "def live_tensors")
 
 
 def fewer_pairs(monkeypatch, **options):

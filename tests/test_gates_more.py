@@ -205,7 +205,7 @@ FAULTS = [
     Fault("12_aws", take_them_at_their_word, None, "held_out = ", prepare=plain_style_and_few_tasks, full=True),
     Fault("13_rejection_sampling", report_logps_of_another_temperature,
           {"gradient of imitation − policy gradient with rewards, of its length"}, "policy = load_policy(str(saved))",
-          without=("policy, own",), parameters={"quick": True}),
+          without=("policy, own", "first_groups"), parameters={"quick": True}),
     Fault("14_tools", repair_what_cannot_be_read, {"calls made of turns that cannot be read"}, "print(run.shown",
           without=TOOLS_TRAINED, parameters={"quick": True, "warm_up_steps": 1, "n_eval": 2}),
     Fault("15_distillation", ask_the_teacher_at_another_temperature,
