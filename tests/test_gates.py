@@ -152,9 +152,9 @@ def let_sessions_hear_each_other(monkeypatch):
 
 
 # The cells between the episodes and the appendix, which train and ask, and one that is on the clock.
-MULTI_TURN_TRAINED = ("async def examine", "watched = ", "columns = [", "metrics, last", "ax = plots.curve", "fig, axes",
-                      "rate = ", "looks = run", "told = {", "def all_its_own", "def surprise", "right = [", "sizes = (",
-                      "async def timed")
+MULTI_TURN_TRAINED = ("async def examine", "watched = ", "columns = [", "metrics = run", "ax = plots.curve", "fig, axes",
+                      "early, late", "looks, shown", "told = {", "def all_its_own", "def difference", "def surprise",
+                      "right = [", "sizes = (", "async def timed")
 
 
 # --- 10 replay --------------------------------------------------------------------------------------------------------

@@ -185,7 +185,8 @@ def one_version_a_rollout(monkeypatch):
 
 
 # The cells between the critic by hand and the appendix, which train and read the record.
-CRITIC_TRAINED = ("async def examined", "explained = ", "learner, critic", "record = ", "mean = ")
+CRITIC_TRAINED = ("async def examined", "explained = ", "fig, axes = plt.subplots(1, 2, figsize=(9.6, 3.2))\nplots.curves",
+                  "learner, critic", "fig, ax = plt.subplots(figsize=(6.4, 3))", "record = ", "best_reward = ", "def mean")
 
 
 def wait_for_the_whole_return(monkeypatch):
