@@ -892,9 +892,8 @@ def readme_table(results: Path) -> str:
             rows[name] = f"{sft.value:.1%} → {learned}"
             rows[f"the same by rejection sampling, as many rollouts: {kind}"] = f"{sft.value:.1%} → {kept}"
     if turns := stored.get("07"):
-        rows["success with the calculator, greedy: SFT → multi-turn GRPO (rejection sampling; its lead in sampled play)"] = (
-            f"{rate(turns['before'])} → {rate(turns['after'])} ({rate(turns['rejection'])}; "
-            f"{turns['sampled_less_grpo'].split(':')[0]})")
+        rows["success with the calculator, greedy: SFT → multi-turn GRPO (rejection sampling; sampled, less GRPO)"] = (
+            f"{rate(turns['before'])} → {rate(turns['after'])} ({rate(turns['rejection'])}; {turns['sampled_less_grpo']})")
     if tools := stored.get("14"):
         sft, learned, kept = (rate(tools[f"{name}: right answers, sampled"])
                               for name in ("warm-up", "GRPO", "rejection sampling"))

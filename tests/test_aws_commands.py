@@ -259,7 +259,7 @@ def test_hostile_commands_get_nothing(endpoint, tmp_path, monkeypatch):
                 succeeded += [shown] * output.ok
                 told = output.stdout + output.stderr
                 leaked += [shown] * any(word in told for word in (secret, "next-door", "root:"))
-                slow += [(shown, took)] * (computed > 2 or took > 30)  # other processes may take the clock's time
+                slow += [(shown, took, computed)] * (computed > 2 or took > 30)  # other processes may take the clock's time
             seen, watched = watched, None
             assert succeeded == [] and leaked == [] and slow == []
             port = int(endpoint.rpartition(":")[2])
