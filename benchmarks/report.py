@@ -408,6 +408,40 @@ def gym(found: dict, results: Path) -> list:
             looks, rows, gaps]
 
 
+REASONED = {"sft": "SFT on worked solutions", "rejection": "rejection sampling", "grpo": "GRPO"}
+TOLD = {"right": "right", "last number": "last number right", "true steps": "only true equations"}
+
+
+def reasoning(found: dict, results: Path) -> list:
+    settings, sft, grpo, rounds = (found["settings"], *(found["settings"][name] for name in ("sft", "grpo", "rejection")))
+    runs, rows, lines = runs_of(found, *REASONED), [], []
+    for name, seed, run in [("as it is", "", found["base"]), *((REASONED[kind], seed, run) for kind, seed, run in runs)]:
+        greedy, sampled = run["greedy"], run["sampled"]
+        rows.append({"policy": name, "seed": seed} | {f"{TOLD[what]}, greedy": flag_rate(greedy[what]) for what in TOLD} | {
+            "right, sampled": flag_rate(sampled["right"]), "tokens an answer": greedy["tokens"],
+            "equations, greedy (true)": f"{greedy['equations']} ({greedy['true equations']})",
+            "sampled tokens of the training": f"{run['tokens']:,}" if "tokens" in run else ""})
+    for one, other in (("grpo", "sft"), ("rejection", "sft"), ("grpo", "rejection")):
+        seeds = [seed for kind, seed, _ in runs if kind == one and f"{other} {seed}" in found]
+        for what, how in (("right", "greedy"), ("right", "sampled"), ("true steps", "greedy")):
+            each = [flag_change(found[f"{other} {s}"][how][what], found[f"{one} {s}"][how][what]) for s in seeds]
+            line = {"difference": f"{REASONED[one]} − {REASONED[other]}", "of": f"{TOLD[what]}, {how}"}
+            line |= {f"seed {seed}": f"{change.points}: {change.verdict}" for seed, change in zip(seeds, each)}
+            if len(each) > 1:
+                gap = over_seeds([change.value for change in each])
+                line["over the seeds"] = f"{gap.points}: {gap.verdict}"
+            lines.append(line)
+    return ["Word problems of two or three steps from six templates. The held-out ones have the templates in common with the "
+            f"others, and names, things and numbers of their own; there are {settings['held_out']}. {settings['model']} in "
+            f"{settings['dtype']}. SFT: {sft['steps']} steps of {sft['batch_size']} of {settings['demonstrations']} worked "
+            f"solutions, lr {sft['lr']:g}. From there GRPO, {grpo['steps']} steps of {grpo['prompts_per_step']} prompts × "
+            f"{grpo['group_size']} rollouts, lr {grpo['lr']:g}, and rejection sampling, {rounds['rounds']} rounds of "
+            f"{rounds['sft']['steps']} steps of SFT on at most {rounds['kept_per_prompt']} right answers of a problem, lr "
+            f"{rounds['sft']['lr']:g}. Right: the answer ended, with \"The answer is N.\" and the right N; this is the reward. "
+            "Only true equations: the text holds an equation of two terms and no false one; no reward asks for that.",
+            rows, lines]
+
+
 CHAT_PAIRS = (("grpo", "rejection"), ("grpo", "dpo"), ("grpo", "sft"), ("dpo", "sft"))
 LEARNED = {"sft": "SFT on the chosen", "dpo": "DPO", "rejection": "rejection sampling", "grpo": "GRPO"}
 
@@ -836,6 +870,7 @@ QUESTIONS = {
         ("Longer answers, ten seeds", "longer_answers", longer_answers)],
     "What does SmolLM2-135M-Instruct learn?": [
         ("SmolLM2: arithmetic", "smollm2_arithmetic_larger", arithmetic),
+        ("SmolLM2: word problems, in steps", "smollm2_reasoning", reasoning),
         ("SmolLM2: a task of reasoning-gym", "smollm2_gym", gym), ("SmolLM2: rules of chat", "smollm2_english", english),
         ("SmolLM2: AWS accounts", "smollm2_aws", administration),
         ("SmolLM2: AWS accounts, with rejection sampling", "smollm2_aws_seeds", administration_over_seeds),

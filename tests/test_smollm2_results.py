@@ -3,6 +3,7 @@
 import asyncio
 import importlib
 import json
+import re
 import sys
 
 import pytest
@@ -16,6 +17,7 @@ sys.path.insert(0, str(ROOT / "benchmarks"))
 import report  # noqa: E402
 import smollm2_arithmetic as sums  # noqa: E402
 import smollm2_gym as gym  # noqa: E402
+import smollm2_reasoning as reasoning  # noqa: E402
 import smollm2_runs as runs  # noqa: E402
 
 
@@ -75,6 +77,44 @@ def test_every_way_to_teach_a_task_of_reasoning_gym_is_recorded(monkeypatch, tmp
     assert [gap["seed"] for gap in gaps] == ["0", "1", "over the seeds"] * 2
 
 
+def test_the_worked_solutions_are_right_and_their_equations_true():
+    """Each template's; and a false number, a false equation, an answer that was cut or goes on is seen."""
+    assert len({p.question for p in reasoning.ALL}) == len(reasoning.ALL)
+    assert len({re.sub(r"\d+|" + "|".join(reasoning.NAMES + reasoning.THINGS), "", p.question) for p in reasoning.ALL}) == 6
+    for row in reasoning.ALL:
+        assert reasoning.right(row.target, row, rollout("eos")) == 1.0
+        assert set(reasoning.equations(row.target)) == {True} and len(reasoning.equations(row.target)) in (2, 3)
+    row = reasoning.ALL[0]
+    other = f"The answer is {row.answer + 1}."
+    assert not any((reasoning.right(row.target, row, rollout("length")), reasoning.right(other, row, rollout("eos")),
+                    reasoning.right(f"{row.target} Or is it?", row, rollout("eos"))))
+    assert reasoning.equations("16 + 7 = 23, 23 - 4 = 21, 2 * 3 = 6 and 1 + 2 + 3 = 6") == [True, False, True]
+
+
+@pytest.mark.full
+def test_a_chain_of_thought_is_recorded_by_every_method(monkeypatch, tmp_path):
+    """The whole series on the embedded model in SmolLM2's place, in this process; every second answer counts as right."""
+    paid, short = iter(range(10**6)), {"steps": 2, "warmup": 0, "batch_size": 4}
+    settings = reasoning.SETTINGS | {
+        "new_tokens": 4, "sft": reasoning.SETTINGS["sft"] | short,
+        "grpo": reasoning.SETTINGS["grpo"] | {"steps": 3, "warmup": 0},
+        "rejection": reasoning.SETTINGS["rejection"] | {"sft": reasoning.SETTINGS["rejection"]["sft"] | short}}
+    small = {"SETTINGS": settings, "ASKED": reasoning.ASKED[:4], "DEMONSTRATIONS": 8,
+             "RESULTS": tmp_path / "smollm2_reasoning.json", "FOLDER": tmp_path, "right": lambda text, row, rollout: float(next(paid) % 2)}
+    for name, value in small.items():
+        monkeypatch.setattr(reasoning, name, value)
+    for name, value in {"MODEL": "tiny", "DTYPE": "float32", "words": lambda doc: ["0", "1"]}.items():
+        monkeypatch.setattr(runs, name, value)
+    monkeypatch.setattr(runs, "in_process", lambda script, *words: json.loads(json.dumps(asyncio.run(reasoning.one(*words)))))
+    reasoning.main()
+    record = json.loads((tmp_path / "smollm2_reasoning.json").read_text())
+    assert record["rejection 0"]["tokens"] >= record["grpo 0"]["tokens"] > 0
+    assert all(of["shown"] > 0 for of in record["rejection 0"]["rounds"])
+    _, rows, lines = report.reasoning(record, tmp_path)
+    assert [row["policy"] for row in rows] == ["as it is", *(name for name in report.REASONED.values() for _ in range(2))]
+    assert len(lines) == 9 and all("seed 1" in line and "over the seeds" in line for line in lines)
+
+
 def test_no_demonstration_is_practised_on_or_held_out():
     def asked(rows):
         return {row["prompt"][-1]["content"] for row in rows}
@@ -115,7 +155,8 @@ class Asked(Exception):
     """A script has opened its record."""
 
 
-@pytest.mark.parametrize("script, recipe", [("aws", []), ("aws_seeds", []), ("english", []), ("gym", []), ("tools", [])]
+@pytest.mark.parametrize("script, recipe", [("aws", []), ("aws_seeds", []), ("english", []), ("gym", []),
+                                            ("reasoning", []), ("tools", [])]
                          + [("arithmetic", [name]) for name in sums.RECIPES])
 def test_a_script_would_go_on_with_its_record(script, recipe, monkeypatch):
     """Nor does a recorded recipe name an option that has gone: notebook 18 trains by one."""

