@@ -415,10 +415,13 @@ TOLD = {"right": "right", "last number": "last number right", "true steps": "onl
 def reasoning(found: dict, results: Path) -> list:
     settings, sft, grpo, rounds = (found["settings"], *(found["settings"][name] for name in ("sft", "grpo", "rejection")))
     runs, rows, lines = runs_of(found, *REASONED), [], []
-    for name, seed, run in [("as it is", "", found["base"]), *((REASONED[kind], seed, run) for kind, seed, run in runs)]:
-        greedy, sampled = run["greedy"], run["sampled"]
+    long, shown = found["otherwise"]["long"], found["otherwise"]["shown"]
+    as_it_is = {"as it is": found["base"], f"as it is, up to {long['new_tokens']} tokens": {"greedy": long},
+                f"as it is, after {shown['worked']} worked solutions": {"greedy": shown}}
+    for name, seed, run in [*((n, "", r) for n, r in as_it_is.items()), *((REASONED[kind], s, run) for kind, s, run in runs)]:
+        greedy, sampled = run["greedy"], run.get("sampled")
         rows.append({"policy": name, "seed": seed} | {f"{TOLD[what]}, greedy": flag_rate(greedy[what]) for what in TOLD} | {
-            "right, sampled": flag_rate(sampled["right"]), "tokens an answer": greedy["tokens"],
+            "right, sampled": flag_rate(sampled["right"]) if sampled else "", "tokens an answer": greedy["tokens"],
             "equations, greedy (true)": f"{greedy['equations']} ({greedy['true equations']})",
             "sampled tokens of the training": f"{run['tokens']:,}" if "tokens" in run else ""})
     for one, other in (("grpo", "sft"), ("rejection", "sft"), ("grpo", "rejection")):
@@ -973,6 +976,11 @@ def real_model(results: Path) -> dict[str, str]:
              "(rejection sampling; SFT on many generated solutions instead)"] = (
             f"{seeds_of(found, 'sft', 'both')} → {seeds_of(found, 'grpo', 'both')} "
             f"({seeds_of(found, 'rejection', 'both')}; {seeds_of(found, 'many', 'both')})")
+    if found := record("smollm2_reasoning", results):
+        ways = {way: " / ".join(rate(str(flag_rate(run["greedy"]["right"]))) for _, _, run in runs_of(found, way))
+                for way in REASONED}
+        rows["SmolLM2-135M, word problems solved in steps, held-out, greedy: SFT on worked solutions → GRPO "
+             "(rejection sampling)"] = f"{ways['sft']} → {ways['grpo']} ({ways['rejection']})"
     if found := record("smollm2_english", results):
         after, kept = ([rate(str(flag_rate(run["greedy"]["all rules"]))) for _, _, run in runs_of(found, way)]
                        for way in ("grpo", "rejection"))

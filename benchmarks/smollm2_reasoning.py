@@ -12,7 +12,8 @@ says of the sentences before it (whether their equations are true) is rewarded n
     rejection    from there as well: rejection sampling in two rounds, with as many sampled tokens as GRPO of the same seed;
                  of each problem whose answers are not all right or all wrong, one or two right ones are imitated
 
-The model as it is also answers with the last number of its text counted, whatever the form. Recipe and held-out problems were
+The model as it is also answers in its own form, with the last number of its text counted and room for a long answer, and after
+a few worked solutions as earlier turns of the chat. Recipe and held-out problems were
 committed before the first of these runs; nothing is chosen on the held-out problems. What the record holds is kept, so an
 interrupted series goes on.
 """
@@ -45,6 +46,7 @@ COMMAND = "OMP_NUM_THREADS=1 python benchmarks/smollm2_reasoning.py 0 1 2"
 RESULTS = HERE / "results" / "smollm2_reasoning.json"
 FOLDER = Path("runs") / "smollm2_reasoning"  # of the policies after SFT
 SEEDS, METHODS, SHOWN = ("0", "1", "2"), ("sft", "grpo", "rejection"), 24
+LONG, SHOTS = 256, 3  # tokens of a long answer and worked solutions before a question, for the model as it is
 SYSTEM = "Think step by step. End with: The answer is N."
 DEMONSTRATIONS, PRACTICE, HELD_OUT = 48, 600, 240
 SETTINGS = {
@@ -143,21 +145,31 @@ def load(name: str | Path | None = None):
     return load_policy(name or runs.MODEL, device="cpu", dtype=runs.DTYPE)
 
 
+def told(answers: Sequence[tuple]) -> dict:
+    """Of answers to the held-out problems: flags of right ones, of those whose last number is right, of those that hold an
+    equation and no false one; mean tokens."""
+    steps = [equations(text) for text, _ in answers]
+    return {"right": runs.flags([right(text, row, rollout) for (text, rollout), row in zip(answers, ASKED)]),
+            "last number": runs.flags([final_number(text) == row.answer for (text, _), row in zip(answers, ASKED)]),
+            "true steps": runs.flags([bool(of) and all(of) for of in steps]),
+            "equations": sum(map(len, steps)), "true equations": sum(map(sum, steps)),
+            "tokens": round(sum(len(rollout.tokens) for _, rollout in answers) / len(answers), 1)}
+
+
 async def measure(policy) -> dict:
-    """Of the answers to the held-out problems, greedy and once sampled: flags of right ones, of those whose last number is
-    right, of those that hold an equation and no false one; mean tokens. And the first greedy texts."""
-    found = {}
-    for how in ("greedy", "sampled"):
-        answers = await runs.said(policy, ASKED, SETTINGS["new_tokens"], greedy=how == "greedy")
-        steps = [equations(text) for text, _ in answers]
-        found[how] = {"right": runs.flags([right(text, row, rollout) for (text, rollout), row in zip(answers, ASKED)]),
-                      "last number": runs.flags([final_number(text) == row.answer for (text, _), row in zip(answers, ASKED)]),
-                      "true steps": runs.flags([bool(of) and all(of) for of in steps]),
-                      "equations": sum(map(len, steps)), "true equations": sum(map(sum, steps)),
-                      "tokens": round(sum(len(rollout.tokens) for _, rollout in answers) / len(answers), 1)}
-        if how == "greedy":
-            found["texts"] = [text for text, _ in answers[:SHOWN]]
-    return found
+    """What is told of the greedy answers and of one sample of each, and the first greedy texts."""
+    greedy, sampled = [await runs.said(policy, ASKED, SETTINGS["new_tokens"], greedy=greedy) for greedy in (True, False)]
+    return {"greedy": told(greedy), "sampled": told(sampled), "texts": [text for text, _ in greedy[:SHOWN]]}
+
+
+async def otherwise() -> dict:
+    """The model as it is, greedily: with room for a long answer, and after worked solutions as earlier turns."""
+    policy, turns = load(), [{"role": "system", "content": SYSTEM}]
+    for shot in WORKED[:SHOTS]:
+        turns += [{"role": "user", "content": shot.question}, {"role": "assistant", "content": shot.target}]
+    shown = [{"prompt": [*turns, {"role": "user", "content": row.question}]} for row in ASKED]
+    return {"long": told(await runs.said(policy, ASKED, LONG)) | {"new_tokens": LONG},
+            "shown": told(await runs.said(policy, shown, SETTINGS["new_tokens"])) | {"worked": SHOTS}}
 
 
 async def imitate(policy, examples: Sequence, recipe: dict, seed: int) -> None:
@@ -213,8 +225,8 @@ async def rejected(policy, seed: int, tokens: int) -> dict:
 
 async def one(name: str, *numbers: str) -> dict:
     """An entry of the record: the model as it is, or a method's policy of a seed."""
-    if name == "base":
-        return await measure(load())
+    if name in ("base", "otherwise"):
+        return await (measure(load()) if name == "base" else otherwise())
     seed, *tokens = map(int, numbers)
     policy = load() if name == "sft" else load(folder(seed))
     work = {"sft": imitated, "grpo": reinforced, "rejection": rejected}[name]
@@ -228,8 +240,9 @@ def main() -> None:
         return
     shown = {"questions": [p.question for p in ASKED[:SHOWN]], "answers": [p.answer for p in ASKED[:SHOWN]]}
     record = runs.Record(RESULTS, SETTINGS | shown)
-    if "base" not in record:
-        record.keep("base", runs.in_process(__file__, "base"))
+    for name in ("base", "otherwise"):
+        if name not in record:
+            record.keep(name, runs.in_process(__file__, name))
     for seed in words or SEEDS:
         missing = [name for name in METHODS if f"{name} {seed}" not in record]
         for name in dict.fromkeys(["sft", *missing]) if missing and not folder(int(seed)).exists() else missing:

@@ -78,7 +78,7 @@ def test_the_failed_come_first_with_what_to_change(tmp_path):
     lines = repr(g).splitlines()
     assert [line.split()[1] for line in lines[1::2]] == ["identity", "claim", "fine"] and "✗ identity" in lines[1]
     assert "look at the code" in lines[2] and "more steps" in lines[4] and lines[5] == "✓ fine <0>  11,660  ≤ 20,000"
-    assert "fine &lt;0&gt;" in g._repr_html_()
+    assert "fine &lt;0&gt;" in g._repr_html_() and g._repr_html_().startswith("<details open ")
 
 
 def test_a_shortened_run_is_judged_by_its_identities_alone(tmp_path):
@@ -87,7 +87,7 @@ def test_a_shortened_run_is_judged_by_its_identities_alone(tmp_path):
         g.claims()
         g.at_least("gain", float("nan"), 0.6)
     assert "identities passed; claims not judged: 20 of 150 steps" in repr(g) and "– gain" in repr(g)
-    assert "✗" not in g._repr_html_()
+    assert "✗" not in g._repr_html_() and not g._repr_html_().startswith("<details open")
     found = results(tmp_path)
     assert found["passed"] is True and found["shortened"] == "20 of 150 steps"
     assert [c["judged"] for c in found["checks"]] == [True, False] and found["checks"][1]["passed"] is False

@@ -156,8 +156,12 @@ class gate:
         return "\n".join([f"gate {self.name}: {self.verdict}", *lines, *([self.run.made()] if self.run else [])])
 
     def _repr_html_(self):
+        """A line to unfold; unfolded where the gate failed."""
         color = "#D55E00" if not self.passed else "#7F7F7F" if self.shortened else "#009E73"
-        return f"<pre style='font-family:monospace;border-left:4px solid {color};padding:2px 8px'>{escape(repr(self))}</pre>"
+        verdict, _, lines = escape(repr(self)).partition("\n")
+        opened = "" if self.passed else " open"
+        return (f"<details{opened} style='border-left:4px solid {color};padding:2px 8px'><summary>{verdict} "
+                f"(facts: {len(self.checks)})</summary><pre style='font-family:monospace'>{lines}</pre></details>")
 
 
 def _plain(value):
