@@ -51,6 +51,7 @@ def test_it_is_valid_light_and_stored_executed_in_order_without_errors(path, not
 def test_the_stored_gate_passed(notebook):
     (gate,) = tagged(notebook, "gate")
     assert "passed" in json.dumps(gate.outputs) and "FAILED" not in json.dumps(gate.outputs)
+    assert gate.metadata["jupyter"] == {"source_hidden": True} and gate.metadata["cellView"] == "form"  # folded
     exercises = tagged(notebook, "check") + tagged(notebook, "exercise")
     later = [c for c in code(notebook)[code(notebook).index(gate) + 1 :] if c not in exercises]
     assert all("policy.save" in c.source or "run." in c.source for c in later) and len(later) <= 1  # at most what saves
