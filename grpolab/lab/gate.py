@@ -161,7 +161,7 @@ class gate:
         verdict, _, lines = escape(repr(self)).partition("\n")
         opened = "" if self.passed else " open"
         return (f"<details{opened} style='border-left:4px solid {color};padding:2px 8px'><summary>{verdict} "
-                f"(facts: {len(self.checks)})</summary><pre style='font-family:monospace'>{lines}</pre></details>")
+                f"(facts: {len(self.checks)})</summary><pre style='font-family:monospace'>\n{lines}</pre></details>")
 
 
 def _plain(value):
