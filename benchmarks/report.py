@@ -414,28 +414,37 @@ TOLD = {"right": "right", "last number": "last number right", "true steps": "onl
 
 def reasoning(found: dict, results: Path) -> list:
     settings, sft, grpo, rounds = (found["settings"], *(found["settings"][name] for name in ("sft", "grpo", "rejection")))
-    runs, rows, lines = runs_of(found, *REASONED), [], []
+    runs, rows, lines, new = runs_of(found, *REASONED), [], [], found["new numbers"]
     long, shown = found["otherwise"]["long"], found["otherwise"]["shown"]
     as_it_is = {"as it is": found["base"], f"as it is, up to {long['new_tokens']} tokens": {"greedy": long},
                 f"as it is, after {shown['worked']} worked solutions": {"greedy": shown}}
+
+    def only(flags: str) -> str:
+        return "".join(flag for flag, is_new in zip(flags, new, strict=True) if is_new == "1")
+
     for name, seed, run in [*((n, "", r) for n, r in as_it_is.items()), *((REASONED[kind], s, run) for kind, s, run in runs)]:
         greedy, sampled = run["greedy"], run.get("sampled")
         rows.append({"policy": name, "seed": seed} | {f"{TOLD[what]}, greedy": flag_rate(greedy[what]) for what in TOLD} | {
+            "right, greedy, new numbers": flag_rate(only(greedy["right"])),
             "right, sampled": flag_rate(sampled["right"]) if sampled else "", "tokens an answer": greedy["tokens"],
             "equations, greedy (true)": f"{greedy['equations']} ({greedy['true equations']})",
             "sampled tokens of the training": f"{run['tokens']:,}" if "tokens" in run else ""})
     for one, other in (("grpo", "sft"), ("rejection", "sft"), ("grpo", "rejection")):
         seeds = [seed for kind, seed, _ in runs if kind == one and f"{other} {seed}" in found]
-        for what, how in (("right", "greedy"), ("right", "sampled"), ("true steps", "greedy")):
-            each = [flag_change(found[f"{other} {s}"][how][what], found[f"{one} {s}"][how][what]) for s in seeds]
-            line = {"difference": f"{REASONED[one]} − {REASONED[other]}", "of": f"{TOLD[what]}, {how}"}
+        for what, how, of in (("right", "greedy", str), ("right", "greedy", only), ("right", "sampled", str),
+                              ("right", "sampled", only), ("true steps", "greedy", str)):
+            each = [flag_change(*(of(found[f"{name} {s}"][how][what]) for name in (other, one))) for s in seeds]
+            line = {"difference": f"{REASONED[one]} − {REASONED[other]}",
+                    "of": f"{TOLD[what]}, {how}" + ", new numbers" * (of is only)}
             line |= {f"seed {seed}": f"{change.points}: {change.verdict}" for seed, change in zip(seeds, each)}
             if len(each) > 1:
                 gap = over_seeds([change.value for change in each])
                 line["over the seeds"] = f"{gap.points}: {gap.verdict}"
             lines.append(line)
     return ["Word problems of two or three steps from six templates. The held-out ones have the templates in common with the "
-            f"others, and names, things and numbers of their own; there are {settings['held_out']}. {settings['model']} in "
+            f"others, no question twice; there are {settings['held_out']}. {new.count('1')} of them have new numbers; the "
+            "template and the numbers of the others occur together in the training, with other names or things. "
+            f"{settings['model']} in "
             f"{settings['dtype']}. SFT: {sft['steps']} steps of {sft['batch_size']} of {settings['demonstrations']} worked "
             f"solutions, lr {sft['lr']:g}. From there GRPO, {grpo['steps']} steps of {grpo['prompts_per_step']} prompts × "
             f"{grpo['group_size']} rollouts, lr {grpo['lr']:g}, and rejection sampling, {rounds['rounds']} rounds of "

@@ -13,9 +13,9 @@ says of the sentences before it (whether their equations are true) is rewarded n
                  of each problem whose answers are not all right or all wrong, one or two right ones are imitated
 
 The model as it is also answers in its own form, with the last number of its text counted and room for a long answer, and after
-a few worked solutions as earlier turns of the chat. Recipe and held-out problems were
-committed before the first of these runs; nothing is chosen on the held-out problems. What the record holds is kept, so an
-interrupted series goes on.
+a few worked solutions as earlier turns of the chat. Recipe and held-out problems were committed before the first of these runs;
+nothing is chosen on the held-out problems. Some of them have the template and the numbers of a problem of the training, with
+other names or things; `new numbers` marks the rest. What the record holds is kept, so an interrupted series goes on.
 """
 
 from __future__ import annotations
@@ -130,6 +130,17 @@ ALL = distinct(HELD_OUT + PRACTICE + 3 * DEMONSTRATIONS)
 ASKED, KNOWN, WORKED = ALL[:HELD_OUT], ALL[HELD_OUT : HELD_OUT + PRACTICE], ALL[HELD_OUT + PRACTICE :]
 
 
+def numbers(row: WordProblem) -> tuple[str, ...]:
+    """What the question says without names and things: its template and its numbers."""
+    return tuple(re.split(r"(\d+)", re.sub("|".join(NAMES + THINGS), "", row.question)))
+
+
+def unseen() -> str:
+    """Flags of the held-out problems whose template and numbers together no problem of the training has."""
+    trained = {numbers(row) for row in KNOWN + WORKED}
+    return runs.flags([numbers(row) not in trained for row in ASKED])
+
+
 def right(text: str, row: WordProblem, rollout) -> float:
     """The reward: 1.0 for an answer that the policy ended itself, with "The answer is N." and the right N."""
     found = ENDS.search(text.strip())
@@ -240,6 +251,8 @@ def main() -> None:
         return
     shown = {"questions": [p.question for p in ASKED[:SHOWN]], "answers": [p.answer for p in ASKED[:SHOWN]]}
     record = runs.Record(RESULTS, SETTINGS | shown)
+    if "new numbers" not in record:
+        record.keep("new numbers", unseen())
     for name in ("base", "otherwise"):
         if name not in record:
             record.keep(name, runs.in_process(__file__, name))

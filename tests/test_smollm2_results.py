@@ -84,6 +84,10 @@ def test_the_worked_solutions_are_right_and_their_equations_true():
     for row in reasoning.ALL:
         assert reasoning.right(row.target, row, rollout("eos")) == 1.0
         assert set(reasoning.equations(row.target)) == {True} and len(reasoning.equations(row.target)) in (2, 3)
+    one, same, other = (reasoning.WordProblem(f"{what} apples. How many are left?", "", 0)
+                        for what in ("Ivy has 7", "Ben has 7", "Ben has 8"))
+    assert reasoning.numbers(one) == reasoning.numbers(same) != reasoning.numbers(other)
+    assert len(reasoning.unseen()) == reasoning.HELD_OUT and 0 < reasoning.unseen().count("0") < reasoning.HELD_OUT / 2
     row = reasoning.ALL[0]
     other = f"The answer is {row.answer + 1}."
     assert not any((reasoning.right(row.target, row, rollout("length")), reasoning.right(other, row, rollout("eos")),
@@ -99,7 +103,7 @@ def test_a_chain_of_thought_is_recorded_by_every_method(monkeypatch, tmp_path):
         "new_tokens": 4, "sft": reasoning.SETTINGS["sft"] | short,
         "grpo": reasoning.SETTINGS["grpo"] | {"steps": 3, "warmup": 0},
         "rejection": reasoning.SETTINGS["rejection"] | {"sft": reasoning.SETTINGS["rejection"]["sft"] | short}}
-    small = {"SETTINGS": settings, "ASKED": reasoning.ASKED[:4], "DEMONSTRATIONS": 8,
+    small = {"SETTINGS": settings, "ASKED": reasoning.ASKED[:4], "DEMONSTRATIONS": 8, "SHOTS": 1, "LONG": 8,
              "RESULTS": tmp_path / "smollm2_reasoning.json", "FOLDER": tmp_path,
              "right": lambda text, row, rollout: float(next(paid) % 2)}
     for name, value in small.items():
@@ -113,7 +117,7 @@ def test_a_chain_of_thought_is_recorded_by_every_method(monkeypatch, tmp_path):
     assert all(of["shown"] > 0 for of in record["rejection 0"]["rounds"])
     _, rows, lines = report.reasoning(record, tmp_path)
     assert [row["policy"] for row in rows[3:]] == [name for name in report.REASONED.values() for _ in range(2)]
-    assert len(lines) == 9 and all("seed 1" in line and "over the seeds" in line for line in lines)
+    assert len(lines) == 15 and all("seed 1" in line and "over the seeds" in line for line in lines)
 
 
 def test_no_demonstration_is_practised_on_or_held_out():

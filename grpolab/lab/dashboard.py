@@ -32,8 +32,8 @@ class Dashboard:
 
     A value outside its range in `METRICS` is coloured; `meanings` describes columns of your own. Below them stands what is
     wrong with the run (`diagnose`), with the remedy to try. With the `run` that the loop writes to, the rows before an
-    interrupt are shown, too, and an interrupt says where a rerun of the cell goes on. Outside a notebook it is a bar of tqdm,
-    and asks nothing.
+    interrupt are shown, too, and an interrupt says where a rerun of the cell goes on. Without columns it is the bar alone, and
+    what is wrong. Outside a notebook it is a bar of tqdm, and asks nothing.
     """
 
     def __init__(self, steps: int, columns: Sequence[str], title: str = "", *, run=None,
