@@ -408,7 +408,7 @@ def gym(found: dict, results: Path) -> list:
             looks, rows, gaps]
 
 
-REASONED = {"sft": "SFT on worked solutions", "rejection": "rejection sampling", "grpo": "GRPO"}
+REASONED = {"sft": "SFT on worked solutions", "longer": "the same, longer", "rejection": "rejection sampling", "grpo": "GRPO"}
 TOLD = {"right": "right", "last number": "last number right", "true steps": "only true equations"}
 
 
@@ -429,18 +429,20 @@ def reasoning(found: dict, results: Path) -> list:
             "right, sampled": flag_rate(sampled["right"]) if sampled else "", "tokens an answer": greedy["tokens"],
             "equations, greedy (true)": f"{greedy['equations']} ({greedy['true equations']})",
             "sampled tokens of the training": f"{run['tokens']:,}" if "tokens" in run else ""})
-    for one, other in (("grpo", "sft"), ("rejection", "sft"), ("grpo", "rejection")):
+    for one, other in (("longer", "sft"), ("grpo", "sft"), ("rejection", "sft"), ("grpo", "longer"), ("grpo", "rejection")):
         seeds = [seed for kind, seed, _ in runs if kind == one and f"{other} {seed}" in found]
         for what, how, of in (("right", "greedy", str), ("right", "greedy", only), ("right", "sampled", str),
-                              ("right", "sampled", only), ("true steps", "greedy", str)):
+                              ("right", "sampled", only), ("true steps", "greedy", only)):
             each = [flag_change(*(of(found[f"{name} {s}"][how][what]) for name in (other, one))) for s in seeds]
             line = {"difference": f"{REASONED[one]} − {REASONED[other]}",
                     "of": f"{TOLD[what]}, {how}" + ", new numbers" * (of is only)}
             line |= {f"seed {seed}": f"{change.points}: {change.verdict}" for seed, change in zip(seeds, each)}
-            if len(each) > 1:
-                gap = over_seeds([change.value for change in each])
-                line["over the seeds"] = f"{gap.points}: {gap.verdict}"
+            if len(seeds) > 1:
+                pairs = [[of(found[f"{name} {s}"][how][what]) for name in (one, other)] for s in seeds]
+                gap = crossed_interval([[int(a) - int(b) for a, b in zip(*pair, strict=True)] for pair in pairs])
+                line["over seeds and problems"] = f"{gap.points}: {gap.verdict}"
             lines.append(line)
+    longer = "".join(f" The longer SFT has {run['steps']} steps." for _, _, run in runs_of(found, "longer")[:1])
     return ["Word problems of two or three steps from six templates. The held-out ones have the templates in common with the "
             f"others, no question twice; there are {settings['held_out']}. {new.count('1')} of them have new numbers; the "
             "template and the numbers of the others occur together in the training, with other names or things. "
@@ -449,8 +451,8 @@ def reasoning(found: dict, results: Path) -> list:
             f"solutions, lr {sft['lr']:g}. From there GRPO, {grpo['steps']} steps of {grpo['prompts_per_step']} prompts × "
             f"{grpo['group_size']} rollouts, lr {grpo['lr']:g}, and rejection sampling, {rounds['rounds']} rounds of "
             f"{rounds['sft']['steps']} steps of SFT on at most {rounds['kept_per_prompt']} right answers of a problem, lr "
-            f"{rounds['sft']['lr']:g}. Right: the answer ended, with \"The answer is N.\" and the right N; this is the reward. "
-            "Only true equations: the text holds an equation of two terms and no false one; no reward asks for that.",
+            f"{rounds['sft']['lr']:g}.{longer} Right: the answer ended, with \"The answer is N.\" and the right N; this is the "
+            "reward. Only true equations: the text holds an equation of two terms and no false one; no reward asks for that.",
             rows, lines]
 
 
@@ -986,10 +988,12 @@ def real_model(results: Path) -> dict[str, str]:
             f"{seeds_of(found, 'sft', 'both')} → {seeds_of(found, 'grpo', 'both')} "
             f"({seeds_of(found, 'rejection', 'both')}; {seeds_of(found, 'many', 'both')})")
     if found := record("smollm2_reasoning", results):
-        ways = {way: " / ".join(rate(str(flag_rate(run["greedy"]["right"]))) for _, _, run in runs_of(found, way))
-                for way in REASONED}
-        rows["SmolLM2-135M, word problems solved in steps, held-out, greedy: SFT on worked solutions → GRPO "
-             "(rejection sampling)"] = f"{ways['sft']} → {ways['grpo']} ({ways['rejection']})"
+        new = [i for i, flag in enumerate(found["new numbers"]) if flag == "1"]
+        ways = {way: " / ".join(f"{sum(run['greedy']['right'][i] == '1' for i in new) / len(new):.1%}"
+                                for _, _, run in runs_of(found, way)) for way in REASONED}
+        rows["SmolLM2-135M, word problems solved in steps, held-out ones with new numbers, greedy: SFT on worked solutions → "
+             "GRPO (rejection sampling; longer SFT)"] = (
+            f"{ways['sft']} → {ways['grpo']} ({ways['rejection']}; {ways['longer']})")
     if found := record("smollm2_english", results):
         after, kept = ([rate(str(flag_rate(run["greedy"]["all rules"]))) for _, _, run in runs_of(found, way)]
                        for way in ("grpo", "rejection"))

@@ -8,19 +8,22 @@ An answer counts as right where the policy ended it itself and N is the right nu
 says of the sentences before it (whether their equations are true) is rewarded nowhere. For each seed:
 
     sft          imitation of worked solutions, from the model as it is
+    longer       the same with three times as many steps, which tells whether SFT was cut short
     grpo         GRPO from there, on other problems, whose solutions nobody shows
     rejection    from there as well: rejection sampling in two rounds, with as many sampled tokens as GRPO of the same seed;
                  of each problem whose answers are not all right or all wrong, one or two right ones are imitated
 
 The model as it is also answers in its own form, with the last number of its text counted and room for a long answer, and after
 a few worked solutions as earlier turns of the chat. Recipe and held-out problems were committed before the first of these runs;
-nothing is chosen on the held-out problems. Some of them have the template and the numbers of a problem of the training, with
+nothing is chosen on the held-out problems. What the model as it is does otherwise, `longer` and `new numbers` were added after
+the first of these runs. Some held-out problems have the template and the numbers of a problem of the training, with
 other names or things; `new numbers` marks the rest. What the record holds is kept, so an interrupted series goes on.
 """
 
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import json
 import random
 import re
@@ -44,8 +47,9 @@ from grpolab.train.rewards import sample_and_score  # noqa: E402
 
 COMMAND = "OMP_NUM_THREADS=1 python benchmarks/smollm2_reasoning.py 0 1 2"
 RESULTS = HERE / "results" / "smollm2_reasoning.json"
-FOLDER = Path("runs") / "smollm2_reasoning"  # of the policies after SFT
-SEEDS, METHODS, SHOWN = ("0", "1", "2"), ("sft", "grpo", "rejection"), 24
+FOLDER = HERE.parent / "runs" / "smollm2_reasoning"  # of the policies after SFT
+LONGER = 60  # steps of the longer SFT
+SEEDS, METHODS, SHOWN = ("0", "1", "2"), ("sft", "longer", "grpo", "rejection"), 24
 LONG, SHOTS = 256, 3  # tokens of a long answer and worked solutions before a question, for the model as it is
 SYSTEM = "Think step by step. End with: The answer is N."
 DEMONSTRATIONS, PRACTICE, HELD_OUT = 48, 600, 240
@@ -178,9 +182,9 @@ async def otherwise() -> dict:
     policy, turns = load(), [{"role": "system", "content": SYSTEM}]
     for shot in WORKED[:SHOTS]:
         turns += [{"role": "user", "content": shot.question}, {"role": "assistant", "content": shot.target}]
-    shown = [{"prompt": [*turns, {"role": "user", "content": row.question}]} for row in ASKED]
+    after = [{"prompt": [*turns, {"role": "user", "content": row.question}]} for row in ASKED]
     return {"long": told(await runs.said(policy, ASKED, LONG)) | {"new_tokens": LONG},
-            "shown": told(await runs.said(policy, shown, SETTINGS["new_tokens"])) | {"worked": SHOTS}}
+            "shown": told(await runs.said(policy, after, SETTINGS["new_tokens"])) | {"worked": SHOTS}}
 
 
 async def imitate(policy, examples: Sequence, recipe: dict, seed: int) -> None:
@@ -188,16 +192,27 @@ async def imitate(policy, examples: Sequence, recipe: dict, seed: int) -> None:
         print(json.dumps({"step": row["step"], "loss": round(row["loss"], 4)}), file=sys.stderr, flush=True)
 
 
+def shown(seed: int) -> list[WordProblem]:
+    """The worked solutions of a seed."""
+    first = DEMONSTRATIONS * (seed % 3)
+    return WORKED[first : first + DEMONSTRATIONS]
+
+
 def folder(seed: int) -> Path:
-    """Of the policy after SFT."""
-    return FOLDER / f"sft-{seed}"
+    """Of the policy after SFT; another recipe or other solutions have another one."""
+    about = json.dumps([SETTINGS["model"], SETTINGS["dtype"], SETTINGS["sft"], [p.target for p in shown(seed)]])
+    return FOLDER / f"sft-{seed}-{hashlib.sha256(about.encode()).hexdigest()[:8]}"
 
 
 async def imitated(policy, seed: int) -> dict:
-    first = DEMONSTRATIONS * (seed % 3)
-    await imitate(policy, demonstrations(policy, WORKED[first : first + DEMONSTRATIONS]), SETTINGS["sft"], seed)
+    await imitate(policy, demonstrations(policy, shown(seed)), SETTINGS["sft"], seed)
     policy.save(folder(seed))
-    return {"shown": DEMONSTRATIONS}
+    return {"shown": len(shown(seed))}
+
+
+async def imitated_longer(policy, seed: int) -> dict:
+    await imitate(policy, demonstrations(policy, shown(seed)), SETTINGS["sft"] | {"steps": LONGER}, seed)
+    return {"shown": len(shown(seed)), "steps": LONGER}
 
 
 async def reinforced(policy, seed: int) -> dict:
@@ -216,7 +231,7 @@ async def rejected(policy, seed: int, tokens: int) -> dict:
     recipe, used, about = SETTINGS["rejection"], 0, []
     began, rows = time.perf_counter(), iter(random.Random(seed).sample(KNOWN, len(KNOWN)) * 4)
     for number in range(recipe["rounds"]):
-        shown, completions = [], 0
+        kept, completions = [], 0
         while used < tokens * (number + 1) // recipe["rounds"]:
             some = [next(rows) for _ in range(8)]
             params = SamplingParams(max_new_tokens=SETTINGS["new_tokens"], seed=10**7 * (seed + 1) + used)
@@ -226,11 +241,11 @@ async def rejected(policy, seed: int, tokens: int) -> dict:
             for group in groups:
                 used, completions = used + sum(len(r.tokens) for r in group), completions + len(group)
                 if len(set(group.rewards)) > 1:
-                    kept = list({r.tokens: r for r in group if r.reward == 1}.values())[: recipe["kept_per_prompt"]]
-                    shown += [runs.demonstration(r.prompt, r.tokens, r.mask) for r in kept]
-        about.append({"completions": completions, "shown": len(shown)})
-        if shown:
-            await imitate(policy, shown, recipe["sft"], seed)
+                    fine = list({r.tokens: r for r in group if r.reward == 1}.values())[: recipe["kept_per_prompt"]]
+                    kept += [runs.demonstration(r.prompt, r.tokens, r.mask) for r in fine]
+        about.append({"completions": completions, "shown": len(kept)})
+        if kept:
+            await imitate(policy, kept, recipe["sft"], seed)
     return {"tokens": used, "rounds": about, "seconds": round(time.perf_counter() - began, 1)}
 
 
@@ -239,8 +254,8 @@ async def one(name: str, *numbers: str) -> dict:
     if name in ("base", "otherwise"):
         return await (measure(load()) if name == "base" else otherwise())
     seed, *tokens = map(int, numbers)
-    policy = load() if name == "sft" else load(folder(seed))
-    work = {"sft": imitated, "grpo": reinforced, "rejection": rejected}[name]
+    policy = load(folder(seed) if name in ("grpo", "rejection") else None)
+    work = {"sft": imitated, "longer": imitated_longer, "grpo": reinforced, "rejection": rejected}[name]
     return await work(policy, seed, *tokens) | await measure(policy)
 
 
@@ -249,8 +264,8 @@ def main() -> None:
     if words[:1] == ["--one"]:
         print(json.dumps(asyncio.run(one(*words[1:]))))
         return
-    shown = {"questions": [p.question for p in ASKED[:SHOWN]], "answers": [p.answer for p in ASKED[:SHOWN]]}
-    record = runs.Record(RESULTS, SETTINGS | shown)
+    first = {"questions": [p.question for p in ASKED[:SHOWN]], "answers": [p.answer for p in ASKED[:SHOWN]]}
+    record = runs.Record(RESULTS, SETTINGS | first)
     if "new numbers" not in record:
         record.keep("new numbers", unseen())
     for name in ("base", "otherwise"):
@@ -258,7 +273,9 @@ def main() -> None:
             record.keep(name, runs.in_process(__file__, name))
     for seed in words or SEEDS:
         missing = [name for name in METHODS if f"{name} {seed}" not in record]
-        for name in dict.fromkeys(["sft", *missing]) if missing and not folder(int(seed)).exists() else missing:
+        if {"grpo", "rejection"} & set(missing) and not folder(int(seed)).exists():
+            missing = METHODS  # all anew, since they begin at one policy
+        for name in missing:
             tokens = [str(record[f"grpo {seed}"]["tokens"])] if name == "rejection" else []
             record.keep(f"{name} {seed}", runs.in_process(__file__, name, seed, *tokens))
 

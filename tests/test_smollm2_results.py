@@ -103,7 +103,7 @@ def test_a_chain_of_thought_is_recorded_by_every_method(monkeypatch, tmp_path):
         "new_tokens": 4, "sft": reasoning.SETTINGS["sft"] | short,
         "grpo": reasoning.SETTINGS["grpo"] | {"steps": 3, "warmup": 0},
         "rejection": reasoning.SETTINGS["rejection"] | {"sft": reasoning.SETTINGS["rejection"]["sft"] | short}}
-    small = {"SETTINGS": settings, "ASKED": reasoning.ASKED[:4], "DEMONSTRATIONS": 8, "SHOTS": 1, "LONG": 8,
+    small = {"SETTINGS": settings, "ASKED": reasoning.ASKED[:4], "DEMONSTRATIONS": 8, "SHOTS": 1, "LONG": 8, "LONGER": 3,
              "RESULTS": tmp_path / "smollm2_reasoning.json", "FOLDER": tmp_path,
              "right": lambda text, row, rollout: float(next(paid) % 2)}
     for name, value in small.items():
@@ -117,7 +117,7 @@ def test_a_chain_of_thought_is_recorded_by_every_method(monkeypatch, tmp_path):
     assert all(of["shown"] > 0 for of in record["rejection 0"]["rounds"])
     _, rows, lines = report.reasoning(record, tmp_path)
     assert [row["policy"] for row in rows[3:]] == [name for name in report.REASONED.values() for _ in range(2)]
-    assert len(lines) == 15 and all("seed 1" in line and "over the seeds" in line for line in lines)
+    assert len(lines) == 25 and all("seed 1" in line and "over seeds and problems" in line for line in lines)
 
 
 def test_no_demonstration_is_practised_on_or_held_out():
