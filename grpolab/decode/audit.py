@@ -28,8 +28,8 @@ class Audit:
 
     disagreements  tokens that are not the forward's argmax (meaningful for greedy rollouts)
     worst_ulps     how far below its top logit the worst of them is, in units of the top logit's last place
-    margin         least ratio of the distance between the two best logits to the error of the token there: above 2, rounding
-                   hardly decided a greedy one
+    margin         least ratio of the distance between the two best logits to the error of the token there: where it is small,
+                   rounding can have decided a greedy one
     max_error, mean_error   |sampler's logp - forward's logp| under the sampling temperature
     raw_max_error  the largest at temperature 1
     after_stop     tokens that follow an end token inside a turn
