@@ -412,6 +412,11 @@ REASONED = {"sft": "SFT on worked solutions", "longer": "the same, longer", "rej
 TOLD = {"right": "right", "last number": "last number right", "true steps": "only true equations"}
 
 
+def marked(flags: str, which: str) -> str:
+    """The flags at the places that `which` marks with 1."""
+    return "".join(flag for flag, mark in zip(flags, which, strict=True) if mark == "1")
+
+
 def reasoning(found: dict, results: Path) -> list:
     settings, sft, grpo, rounds = (found["settings"], *(found["settings"][name] for name in ("sft", "grpo", "rejection")))
     runs, rows, lines, new = runs_of(found, *REASONED), [], [], found["new numbers"]
@@ -420,7 +425,7 @@ def reasoning(found: dict, results: Path) -> list:
                 f"as it is, after {shown['worked']} worked solutions": {"greedy": shown}}
 
     def only(flags: str) -> str:
-        return "".join(flag for flag, is_new in zip(flags, new, strict=True) if is_new == "1")
+        return marked(flags, new)
 
     for name, seed, run in [*((n, "", r) for n, r in as_it_is.items()), *((REASONED[kind], s, run) for kind, s, run in runs)]:
         greedy, sampled = run["greedy"], run.get("sampled")
@@ -988,8 +993,7 @@ def real_model(results: Path) -> dict[str, str]:
             f"{seeds_of(found, 'sft', 'both')} → {seeds_of(found, 'grpo', 'both')} "
             f"({seeds_of(found, 'rejection', 'both')}; {seeds_of(found, 'many', 'both')})")
     if found := record("smollm2_reasoning", results):
-        new = [i for i, flag in enumerate(found["new numbers"]) if flag == "1"]
-        ways = {way: " / ".join(f"{sum(run['greedy']['right'][i] == '1' for i in new) / len(new):.1%}"
+        ways = {way: " / ".join(rate(str(flag_rate(marked(run["greedy"]["right"], found["new numbers"]))))
                                 for _, _, run in runs_of(found, way)) for way in REASONED}
         rows["SmolLM2-135M, word problems solved in steps, held-out ones with new numbers, greedy: SFT on worked solutions → "
              "GRPO (rejection sampling; longer SFT)"] = (

@@ -37,7 +37,7 @@ from grpolab import Sampler, SamplingParams, load_policy  # noqa: E402
 from grpolab.chat import Example, prompt_ids  # noqa: E402
 from grpolab.evaluate import evaluate_checks  # noqa: E402
 from grpolab.tasks import GymTask, gym_score, reasoning_gym  # noqa: E402
-from grpolab.train import GRPOConfig, SFTConfig, sft  # noqa: E402
+from grpolab.train import GRPOConfig  # noqa: E402
 
 COMMAND = "OMP_NUM_THREADS=1 python benchmarks/smollm2_gym.py 0 1 2"
 RESULTS = HERE / "results" / "smollm2_gym.json"
@@ -157,16 +157,11 @@ def example(policy, row: Shown, answer: Sequence[int]) -> Example:
     return runs.demonstration(prompt_ids(policy.tokenizer, row.prompt), answer, (1,) * len(answer))
 
 
-async def imitate(policy, examples: list[Example], recipe: dict, seed: int) -> None:
-    async for row in sft(policy, examples, SFTConfig(seed=seed, **recipe)):
-        print(json.dumps({"step": row["step"], "loss": round(row["loss"], 4)}), file=sys.stderr, flush=True)
-
-
 async def imitated(policy, practice: list[Shown], seed: int) -> dict:
     """SFT on the right answers."""
     tokenizer, began = policy.tokenizer, time.perf_counter()
     answers = [(*tokenizer.encode(row.task.answer, add_special_tokens=False), tokenizer.eos_token_id) for row in practice]
-    await imitate(policy, [example(policy, row, answer) for row, answer in zip(practice, answers)], SFT, seed)
+    await runs.imitate(policy, [example(policy, row, answer) for row, answer in zip(practice, answers)], SFT, seed)
     return {"shown": len(practice), "seconds": round(time.perf_counter() - began, 1)}
 
 
@@ -186,7 +181,7 @@ async def rejected(policy, practice: list[Shown], seed: int) -> dict:
             kept |= {(row.task.prompt, answer): example(policy, row, answer) for answer in right}
             tokens += sum(len(r.tokens) for r in group)
         counts.append(len(kept))
-        await imitate(policy, list(kept.values()), REJECTION["sft"], seed)
+        await runs.imitate(policy, list(kept.values()), REJECTION["sft"], seed)
     return {"rollouts": REJECTION["rounds"] * size * REJECTION["samples"], "tokens": tokens, "kept": counts,
             "seconds": round(time.perf_counter() - began, 1)}
 

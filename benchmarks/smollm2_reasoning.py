@@ -42,7 +42,7 @@ import smollm2_runs as runs  # noqa: E402
 from grpolab import Sampler, SamplingParams, load_policy  # noqa: E402
 from grpolab.chat import prompt_ids  # noqa: E402
 from grpolab.tasks import final_number  # noqa: E402
-from grpolab.train import GRPOConfig, SFTConfig, demonstrations, sft  # noqa: E402
+from grpolab.train import GRPOConfig, demonstrations  # noqa: E402
 from grpolab.train.rewards import sample_and_score  # noqa: E402
 
 COMMAND = "OMP_NUM_THREADS=1 python benchmarks/smollm2_reasoning.py 0 1 2"
@@ -187,11 +187,6 @@ async def otherwise() -> dict:
             "shown": told(await runs.said(policy, after, SETTINGS["new_tokens"])) | {"worked": SHOTS}}
 
 
-async def imitate(policy, examples: Sequence, recipe: dict, seed: int) -> None:
-    async for row in sft(policy, examples, SFTConfig(seed=seed, **BUDGET, **recipe)):
-        print(json.dumps({"step": row["step"], "loss": round(row["loss"], 4)}), file=sys.stderr, flush=True)
-
-
 def shown(seed: int) -> list[WordProblem]:
     """The worked solutions of a seed."""
     first = DEMONSTRATIONS * (seed % 3)
@@ -205,13 +200,13 @@ def folder(seed: int) -> Path:
 
 
 async def imitated(policy, seed: int) -> dict:
-    await imitate(policy, demonstrations(policy, shown(seed)), SETTINGS["sft"], seed)
+    await runs.imitate(policy, demonstrations(policy, shown(seed)), BUDGET | SETTINGS["sft"], seed)
     policy.save(folder(seed))
     return {"shown": len(shown(seed))}
 
 
 async def imitated_longer(policy, seed: int) -> dict:
-    await imitate(policy, demonstrations(policy, shown(seed)), SETTINGS["sft"] | {"steps": LONGER}, seed)
+    await runs.imitate(policy, demonstrations(policy, shown(seed)), BUDGET | SETTINGS["sft"] | {"steps": LONGER}, seed)
     return {"shown": len(shown(seed)), "steps": LONGER}
 
 
@@ -245,7 +240,7 @@ async def rejected(policy, seed: int, tokens: int) -> dict:
                     kept += [runs.demonstration(r.prompt, r.tokens, r.mask) for r in fine]
         about.append({"completions": completions, "shown": len(kept)})
         if kept:
-            await imitate(policy, kept, recipe["sft"], seed)
+            await runs.imitate(policy, kept, BUDGET | recipe["sft"], seed)
     return {"tokens": used, "rounds": about, "seconds": round(time.perf_counter() - began, 1)}
 
 

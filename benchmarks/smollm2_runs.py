@@ -25,7 +25,7 @@ from grpolab import Sampler, SamplingParams  # noqa: E402
 from grpolab.chat import Example, prompt_ids  # noqa: E402
 from grpolab.evaluate import mean_interval, wilson  # noqa: E402
 from grpolab.tasks import prompt_of  # noqa: E402
-from grpolab.train import GRPOConfig, grpo  # noqa: E402
+from grpolab.train import GRPOConfig, SFTConfig, grpo, sft  # noqa: E402
 
 MODEL, DTYPE = "smollm2-135m", "bfloat16"
 
@@ -104,6 +104,12 @@ def paired(before: str, after: str) -> str:
     if len(before) != len(after):
         raise ValueError(f"{len(before)} and {len(after)} outcomes are not of the same prompts")
     return str(mean_interval([int(b) - int(a) for a, b in zip(before, after)]))
+
+
+async def imitate(policy, examples: Sequence[Example], recipe: dict, seed: int) -> None:
+    """SFT in this process; each step's loss goes to stderr."""
+    async for row in sft(policy, examples, SFTConfig(seed=seed, **recipe)):
+        print(json.dumps({"step": row["step"], "loss": round(row["loss"], 4)}), file=sys.stderr, flush=True)
 
 
 async def trained(policy, rows: Sequence[Any], config: GRPOConfig, reward) -> dict:
