@@ -5,9 +5,8 @@ from contextlib import nullcontext
 
 import pytest
 import torch
-from decode_helpers import COMPILER, ragged_prompts, tiny_policy
+from decode_helpers import ragged_prompts, tiny_policy
 
-from grpolab.decode import prefill, scheduler
 from grpolab.decode.audit import audit
 from grpolab.decode.sampler import Sampler
 from grpolab.decode.sampling import SamplingParams
@@ -38,28 +37,6 @@ async def test_a_turn_feeds_only_what_is_new_and_joins_the_batch():
     assert one.rollout().tokens == first.tokens + tuple(second) + later[0].tokens + tuple(third) + later[1].tokens
     assert one.rollout().mask == (1,) * 12 + (0,) * len(second) + (1,) * 12 + (0,) * len(third) + (1,) * 12
     assert len({t.tokens for t in one.turns}) == 3
-
-
-@pytest.mark.skipif(not COMPILER, reason="no g++ here")
-async def test_short_turns_are_fed_in_place_with_the_same_bits_however_the_calls_are_cut(monkeypatch):
-    """`prefill` feeds none of them; where it feeds all, the tokens are the same and the logps differ by rounding."""
-    policy, given, calls = tiny_policy(), ragged_prompts(3, 5, 40, seed=9), []
-    monkeypatch.setattr(scheduler, "prefill", lambda *args: calls.append(args) or prefill.prefill(*args))
-
-    async def exchange(sampler):
-        conversation = sampler.conversation(seed=1)
-        for ids in given:
-            await conversation.sample(ids, TURN)
-        return conversation.rollout()
-
-    found = {}
-    for name, value in (("FED", 2048), ("FED", 1), ("IN_PLACE", 0)):
-        monkeypatch.setattr(prefill, name, value)
-        async with Sampler(policy, slots=8, engine="compiled") as sampler:
-            found[name, value] = await exchange(sampler), len(calls)
-    (whole, none), (cut, still_none), (padded, three) = found.values()
-    assert whole == cut and (none, still_none, three) == (0, 0, 3)
-    assert whole.tokens == padded.tokens and whole.logps == pytest.approx(padded.logps, abs=1e-4)
 
 
 @pytest.mark.parametrize("fault", ["cancelled", "failed"])

@@ -69,9 +69,9 @@ class SlotCache:
 
 @dataclass(frozen=True)
 class Prefilled:
-    """A prompt of `length` tokens in a row of a prefill's cache; None where the length is 0."""
+    """A prompt of `length` tokens in a row of a prefill's cache."""
 
-    cache: SlotCache | None
+    cache: SlotCache
     row: int
     length: int
 
@@ -191,15 +191,7 @@ class Pages:
                 wanted.append((own, prompt.row, full))
                 self._assign(row, full, own)
         for cache, wanted in copies.values():
-            if wanted:
-                self._copy(cache, *np.array(wanted).T)
-
-    def extend(self, row: int, length: int) -> None:
-        """Give a row pages for its first `length` positions."""
-        blocks = round_up(length, PAGE) // PAGE
-        self._widen(blocks)
-        bare = np.flatnonzero(self.table[row, :blocks] == ZEROS)
-        self._assign(row, bare, self._give(len(bare)))
+            self._copy(cache, *np.array(wanted).T)
 
     def _copy(self, cache: SlotCache, pages: np.ndarray, rows: np.ndarray, blocks: np.ndarray) -> None:
         """Fill the i-th page with the blocks[i]-th PAGE positions of the cache's row rows[i]."""

@@ -6,16 +6,13 @@ import time
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-import numpy as np
 import torch
 
-from grpolab.decode.cache import WINDOW, Pages, round_up
+from grpolab.decode.cache import WINDOW, round_up
 from grpolab.decode.requests import Pending
 
 PREFILL_PAIRS = 2**22  # query-key pairs in one call: rows times width times window
 PREFILL_COLUMNS = 1024  # longer prompts are fed in pieces of this many tokens
-IN_PLACE = 64  # new tokens of a conversation's turn; more are padded to a batch of their own
-FED = 2048  # tokens of one call in place
 BUCKET = 8  # prompts are padded to multiples of this, so that a row's width depends on its own length alone
 
 
@@ -90,36 +87,6 @@ def prefill(engine, prompts: list[Pending], width: int, behind: int, epoch: int,
     for i, p in enumerate(prompts):
         p.cache, p.row, p.logits = cache, i, logits[i]
     return time.perf_counter() - started, sum(len(p.ids) for p in prompts) - sum(cached)
-
-
-def feeds_in_place(engine, prompt: Pending, epoch: int) -> bool:
-    """Whether `feed` serves a prompt: by its own length, so that its last bits do not depend on who else enters."""
-    return (hasattr(engine, "forward_drafts") and prompt.request.prefix is not None
-            and len(prompt.ids) - prompt.cached(epoch) <= IN_PLACE)
-
-
-def feed(engine, pages: Pages, turns: Sequence[tuple[int, Pending]], epoch: int) -> tuple[float, int]:
-    """Feed the new tokens of conversations into the pages of their rows (row, prompt), in one call as if they were drafts:
-    without padding, and without a cache from which they would be copied. Seconds and tokens as `prefill`."""
-    started = time.perf_counter()
-    ids, positions, rows, ends = [], [], [], []
-    for row, p in turns:
-        cached = p.cached(epoch)
-        pages.extend(row, len(p.ids))
-        ids += p.ids[cached:]
-        positions += range(cached, len(p.ids))
-        rows += [row] * (len(p.ids) - cached)
-        ends.append(len(ids) - 1)
-    window = round_up(max(positions) + 1, pages.unit)
-    ids, positions, rows, ends = map(np.array, (ids, positions, rows, ends))
-    found = []
-    for a in range(0, len(ids), FED):
-        part = slice(a, a + FED)
-        fed = torch.from_numpy(ids[part]), torch.from_numpy(positions[part])
-        found.append(engine.forward_drafts(*fed, rows[part], pages, window, ends[(ends >= a) & (ends < a + FED)] - a))
-    for (_, p), logits in zip(turns, torch.cat(found)):
-        p.logits = logits
-    return time.perf_counter() - started, len(ids)
 
 
 def synchronize(device: torch.device) -> None:

@@ -21,7 +21,7 @@ from torch.nn import functional as F
 
 from grpolab.decode.batch import Batch
 from grpolab.decode.cache import Prefilled, round_up, store_for
-from grpolab.decode.prefill import admit, feed, feeds_in_place, free_bytes, prefill, prefill_batches, synchronize
+from grpolab.decode.prefill import admit, free_bytes, prefill, prefill_batches, synchronize
 from grpolab.decode.prompt_lookup import PromptLookup
 from grpolab.decode.requests import Owner, Pending, Prefix, Request, Stats, no_room, settle
 from grpolab.decode.sampling import Draw, Kind, draw_mixed, uniforms, uniforms_on
@@ -52,7 +52,6 @@ class Scheduler:
         if self.lookup and not hasattr(engine, "forward_drafts"):
             raise ValueError(f"lookup={self.lookup} needs the compiled engine, and {type(self.policy.model).__name__} is "
                              f"decoded by {type(engine).__name__} here; leave lookup at 0")
-        self.context = min(self.policy.context, engine.context)  # the most tokens of prompt and completion together
         return engine
 
     def _clear_rows(self) -> None:
@@ -66,6 +65,11 @@ class Scheduler:
         self.constrained = any(o.allowed is not None for o in self.owners)
         self.with_strings = [i for i, o in enumerate(self.owners) if o.request.params.stop_strings]
         self.streamed = [i for i, o in enumerate(self.owners) if o.request.on_tokens is not None]
+
+    @property
+    def context(self) -> int:
+        """The most tokens that prompt and completion may have together."""
+        return min(self.policy.context, self.engine.context)
 
     @property
     def busy(self) -> bool:
@@ -163,15 +167,17 @@ class Scheduler:
         memory = self.cache_bytes // self.engine.bytes_per_token()
         counts = admit(wanted, self.rows.n, room(self.rows.longest()), self.slots, memory)
         chosen = [(p, count) for p, count in zip(self.waiting, counts) if count]
-        entering = [(p, p.samples.popleft()) for p, _ in chosen if feeds_in_place(self.engine, p, self.epoch)]
-        for batch, *widths in prefill_batches([p for p, _ in chosen if p.samples and p.cache is None], self.epoch):
+        for batch, *widths in prefill_batches([p for p, _ in chosen if p.cache is None], self.epoch):
             try:
-                self._count_fed(*prefill(self.engine, batch, *widths, self.epoch, self.store.unit))
+                seconds, fed = prefill(self.engine, batch, *widths, self.epoch, self.store.unit)
+                self.stats.prefill_seconds += seconds
+                self.stats.prefill_tokens += fed
             except BaseException as error:
                 for p in batch:
                     settle(p.request.future, error=error)
+        entering = []
         for p, count in chosen:
-            if p.samples and p.cache is not None:  # else its prefill failed
+            if p.cache is not None:  # else its prefill failed
                 entering += [(p, p.samples.popleft()) for _ in range(count)]
         if entering:
             try:
@@ -186,7 +192,7 @@ class Scheduler:
         self.waiting = deque(p for p in self.waiting if p.samples)
 
     def _enter(self, entering: Sequence[tuple[Pending, int]]) -> None:
-        """Give samples their rows, feed what is not prefilled, and draw their first tokens."""
+        """Give samples of prefilled prompts their rows and draw their first tokens."""
         rows, first = self.rows, self.rows.n
         for p, g in entering:
             request = p.request
@@ -196,18 +202,10 @@ class Scheduler:
             ends = request.eos.union(request.params.stop_ids)
             rows.append(len(p.ids), p.limit(self.context), request.seeds[p.index][g], sorted(ends))
         self._rows_changed()
-        turns = [(row, p) for row, (p, _) in enumerate(entering, first) if p.logits is None]
-        self.store.enter(first, [Prefilled(p.request.prefix.cache, 0, p.cached(self.epoch)) if p.logits is None else
-                                 Prefilled(p.cache, p.row, len(p.ids)) for p, _ in entering], rows.longest())
-        if turns:
-            self._count_fed(*feed(self.engine, self.store, turns, self.epoch))
+        self.store.enter(first, [Prefilled(p.cache, p.row, len(p.ids)) for p, _ in entering], rows.longest())
         logits = torch.stack([p.logits for p, _ in entering])
         u = uniforms_on(self.device, rows.uniforms(first, 1)[0])
         self._record(first, [draw_mixed(logits, u, self._with_masks(kinds_of(self.owners[first:], self.device), first))])
-
-    def _count_fed(self, seconds: float, tokens: int) -> None:
-        self.stats.prefill_seconds += seconds
-        self.stats.prefill_tokens += tokens
 
     def _with_masks(self, kinds: list[Kind], first: int) -> list[Kind]:
         """The kinds of rows first.. with what constrained rows may draw next; one whose grammar fails may draw anything, once,

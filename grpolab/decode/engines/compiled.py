@@ -76,8 +76,7 @@ class Model(ctypes.Structure):
 class Step(ctypes.Structure):
     _fields_ = [("n", c_long), ("blocks", c_long), ("layer_stride", c_long), ("token", c_void_p), ("position", c_void_p),
                 ("table", c_void_p), ("keys", c_void_p), ("values", c_void_p), ("rotation", c_void_p * 2),
-                ("logits", c_void_p), ("threads", c_long), ("piece", c_long), ("drafts", c_long), ("kept", c_long),
-                ("ends", c_void_p)]
+                ("logits", c_void_p), ("threads", c_long), ("piece", c_long), ("drafts", c_long)]
 
 
 class Strips:
@@ -158,22 +157,22 @@ class CompiledEngine(LlamaEngine):
 
     @torch.inference_mode()
     def forward_drafts(self, tokens: torch.Tensor, positions: torch.Tensor, rows: np.ndarray, cache: Pages,
-                       window: int, ends: np.ndarray | None = None) -> torch.Tensor:
+                       window: int) -> torch.Tensor:
         """Feed tokens (m,), of which the i-th is of row rows[i] at positions[i]; of a row they follow one another. fp32 logits
-        (m, V), with the bits that as many steps of one token would give; with `ends`, rising, only behind those tokens."""
-        return self._step(tokens, positions, cache, np.ascontiguousarray(cache.table[rows]), window, drafts=True, ends=ends)
+        (m, V), with the bits that as many steps of one token would give."""
+        return self._step(tokens, positions, cache, np.ascontiguousarray(cache.table[rows]), window, drafts=True)
 
     def _step(self, tokens: torch.Tensor, start: torch.Tensor, cache: Pages, table: np.ndarray, window: int,
-              drafts: bool = False, ends: np.ndarray | None = None) -> torch.Tensor:
-        n, kept = len(tokens), len(tokens) if ends is None else len(ends)
-        logits = torch.empty(kept, round_up(self.vocab, STRIP))
+              drafts: bool = False) -> torch.Tensor:
+        n = len(tokens)
+        logits = torch.empty(n, round_up(self.vocab, STRIP))
         rotation = [address(t) for t in self._rotations(window)]
         threads = max(1, min(torch.get_num_threads(), n * self.weights // WORTH))
         alone = not drafts and n > ROWS * (threads - 1) and self.weights * cache.keys.element_size() <= NEARBY
         piece = min(MOST_ROWS, round_up(-(-n // threads), ROWS)) if alone else 0
         step = Step(n, table.shape[1], cache.keys.stride(0), address(tokens), address(start), table.ctypes.data,
                     address(cache.keys), address(cache.values), (c_void_p * 2)(*rotation), address(logits), threads, piece,
-                    drafts, kept, None if ends is None else ends.ctypes.data)
+                    drafts)
         library().grpolab_step(byref(self._model()), byref(step))
         return logits[:, : self.vocab]
 

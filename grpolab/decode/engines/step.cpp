@@ -221,11 +221,9 @@ struct Step {
     const int64_t *token, *position, *table;
     void *keys, *values;
     const void* rotation[2];
-    float* logits;  // (n, V rounded up to strips), or (kept, .)
+    float* logits;  // (n, V rounded up to strips)
     long threads, piece;  // rows that a thread takes through all layers alone; 0: the threads share each product
     long drafts;  // whether rows share their pages, one position after the other
-    long kept;  // rows whose logits are wanted; where they are fewer than n, `ends` lists them in order
-    const int64_t* ends;
 };
 
 struct Barrier {  // the threads of a step wait for each other for microseconds: too short to sleep
@@ -391,9 +389,8 @@ template <class T> void step(const Model& m, const Step& s) {
             multiply(l, 3, inner.data(), F, E, residual);
         }
         normalise(x.data(), (const T*)m.norm, normed.data(), n, E, m.eps);
-        long strips = (m.vocab + STRIP - 1) / STRIP, rows = std::min(n, s.kept);
-        for (long r = 0; rows < n && r < rows; r++) std::copy_n(&normed[s.ends[r] * E], E, &normed[r * E]);
-        product((const T*)m.head, m.head_bias, normed.data(), E, rows, first(strips), last(strips),
+        long strips = (m.vocab + STRIP - 1) / STRIP;
+        product((const T*)m.head, m.head_bias, normed.data(), E, n, first(strips), last(strips),
                 [&](long r, long o, const Vec* y) {
             for (long j = 0; j < VECS; j++) store(s.logits + r * strips * STRIP + o + j * LANES, rounded<T>(y[j]));
         });
