@@ -150,6 +150,7 @@ results: install
 
 notebooks: install
 	$(PY) -m grpolab run --store --jobs $(JOBS)
+	$(PY) benchmarks/records.py series
 	$(PY) benchmarks/report.py
 
 # After a change of the repository's address in pyproject.toml.
