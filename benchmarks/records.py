@@ -6,11 +6,11 @@
 
 from __future__ import annotations
 
+import argparse
 import ast
 import functools
 import hashlib
 import json
-import sys
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -105,6 +105,8 @@ def stale(results: Path = RESULTS) -> dict[str, str]:
 
 
 if __name__ == "__main__":
-    if sys.argv[1:] == ["series"]:  # the package writes it, and knows nothing of hashes
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("written", nargs="?", choices=["series"], help="the record that the package has just written")
+    if parser.parse_args().written:  # the package knows nothing of hashes
         write(RESULTS / "series.json", json.loads((RESULTS / "series.json").read_text()))
     print("\n".join(f"{name}: {why}" for name, why in stale().items()) or "every record is of the present code")
