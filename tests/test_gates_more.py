@@ -198,7 +198,7 @@ FAULTS = [
     Fault("08_guess", report_logps_of_another_temperature, {"recorded − recomputed logps, nats"}, "grpo_run = run.child",
           parameters={"warm_up_steps": 1, "steps": 1}, prepare=untaught),
     Fault("09_longer_answers", box_the_other_parity, {"demonstrations that the checker calls wrong"}, "tables = {}",
-          without=("def demonstrations", "before = {"), parameters={"steps": 1}),
+          without=("@cache\ndef demonstration", "before = {"), parameters={"steps": 1}),
     Fault("11_agents", report_logps_of_another_temperature, LOGPS, "async def examine", prepare=warmed_up_and_small),
     Fault("11_agents", tokenise_again, ANEW, "async def examine", prepare=warmed_up_and_small, full=True),
     Fault("11_agents", go_on_in_spite_of_the_summary, SUMMARY, "async def examine", prepare=warmed_up_and_small, full=True),
