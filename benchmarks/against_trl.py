@@ -303,7 +303,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=1, help="processes a peer and cell, taking turns")
     parser.add_argument("--steps", type=int, default=0, help="steps a process, the first is warm-up")
     parser.add_argument("--micro", type=int, default=0, help="rows that TRL forwards at once; 0: all")
-    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "trl.json")
+    parser.add_argument("--out", type=records.record_path, default=Path(__file__).parent / "results" / "trl.json")
     parser.add_argument("--one", nargs=5, metavar=("PEER", "MODEL", "PRECISION", "METHOD", "LENGTHS"), help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.one:

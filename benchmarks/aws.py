@@ -118,7 +118,7 @@ def main():
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=200, help="of each session")
     parser.add_argument("--processes", type=int, default=10, help="steps of each worker that starts one `aws` a step")
-    parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results" / "aws.json")
+    parser.add_argument("--out", type=records.record_path, default=ROOT / "benchmarks" / "results" / "aws.json")
     args = parser.parse_args()
     rows = {(who, n): [] for n in SESSIONS for who in ("thread", "process", "aws")}
     described = {"cores": os.cpu_count(), "python": platform.python_version(), "load": os.getloadavg()[0]}

@@ -197,7 +197,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--tokens", type=int, default=32, help="of each of the 32 completions of a batch")
     parser.add_argument("--vllm", action="store_true", help="also vLLM's server (make vllm), with the largest of the models")
-    parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results" / "bridges.json")
+    parser.add_argument("--out", type=records.record_path, default=ROOT / "benchmarks" / "results" / "bridges.json")
     args = parser.parse_args()
     os.environ["PYTHONPATH"] = str(ROOT)
     os.environ.update(VLLM_ENV)

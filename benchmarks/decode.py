@@ -91,7 +91,7 @@ def ours(sampler: Sampler, prompts, group_size: int, new) -> int:
 
 
 def generated(model, prompts, group_size: int, new: int) -> None:
-    ids = torch.tensor(prompts)
+    ids = torch.tensor(prompts, device=model.device)
     model.generate(ids, attention_mask=torch.ones_like(ids), do_sample=True, temperature=1.0, top_k=0, pad_token_id=0,
                    max_new_tokens=new, min_new_tokens=new, num_return_sequences=group_size, eos_token_id=None)
 
@@ -252,7 +252,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, help="instead of ROUNDS")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--sampler-threads", type=int, help="of the sampler alone")
-    parser.add_argument("--out", type=Path, default=RESULTS)
+    parser.add_argument("--out", type=records.record_path, default=RESULTS)
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     machine = dict(machine=platform.machine(), cores=os.cpu_count(), threads=args.threads, read_bytes_per_s=bandwidth(),

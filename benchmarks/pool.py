@@ -137,7 +137,7 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--openenv", default="openenv-0.10.0", help="or openenv-core-0.3.0")
-    parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results" / "pool.json")
+    parser.add_argument("--out", type=records.record_path, default=ROOT / "benchmarks" / "results" / "pool.json")
     args = parser.parse_args()
     python = ROOT / ".venv" / args.openenv / "bin" / "python"
     if not python.exists():

@@ -11,6 +11,7 @@ import ast
 import functools
 import hashlib
 import json
+import sys
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -51,14 +52,19 @@ def instructions() -> str:
 
 
 def code_hash(room: Path) -> str:
-    """Of the syntax of a room's modules without docstrings, so that prose and comments do not count, and of its C++."""
-    whole = hashlib.sha256()
+    """Of the syntax of a room's modules without docstrings, so that prose and comments do not count, and of its C++. Pythons
+    from 3.11 on agree on it."""
+    whole, fields = hashlib.sha256(), {"show_empty": True} if sys.version_info >= (3, 13) else {}
     for path in sorted(room.rglob("*.py")):
         tree = parse_python(path.read_text())
         for node in ast.walk(tree):
             if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)) and ast.get_docstring(node):
                 node.body = node.body[1:]
-        whole.update(f"{path.relative_to(room)}\n{ast.dump(tree)}\n".encode())
+            if getattr(node, "type_params", None) == []:  # 3.11 knows none
+                del node.type_params
+            if isinstance(node, ast.JoinedStr):  # 3.12 ends some with an empty one
+                node.values = [v for v in node.values if not (isinstance(v, ast.Constant) and v.value == "")]
+        whole.update(f"{path.relative_to(room)}\n{ast.dump(tree, **fields)}\n".encode())
     for path in sorted(room.rglob("*.cpp")):
         whole.update(path.read_bytes())
     return whole.hexdigest()[:12]
@@ -67,6 +73,15 @@ def code_hash(room: Path) -> str:
 def provenance(rooms: Iterable[str]) -> dict:
     """The commit, with a + where the tree differs from it, and the hash of each room."""
     return {"commit": source_commit() or None, "code": {room: code_hash(ROOT / "grpolab" / room) for room in rooms}}
+
+
+def record_path(text: str) -> Path:
+    """What `--out` is given, refused before anything is measured where its name is that of no record."""
+    try:
+        measured(Path(text).stem)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text}: name the file as the script's record is named, in any folder") from None
+    return Path(text)
 
 
 def write(path: Path, content: dict) -> Path:

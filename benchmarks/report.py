@@ -795,7 +795,7 @@ def accelerator(found: dict, results: Path) -> list:
              "identities that hold": f"{sum(of['holds'] for of in r['identities'].values())} of {len(r['identities'])}"}
             for r in found["rows"]]
     return ["8 prompts x 8 rollouts; a GRPO step has completions of 32 tokens. In 16 bits: bfloat16, but float16 with scaled "
-            "losses where the GPU only emulates bfloat16.", rows]
+            "losses where the GPU only emulates bfloat16 or --dtypes asks for it.", rows]
 
 
 def long_prompts(found: dict, results: Path) -> list:

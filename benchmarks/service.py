@@ -148,7 +148,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--requests", type=int, help="of all callers together, instead of REQUESTS")
     parser.add_argument("--vllm", help="address of a server of vLLM's with the same model, such as http://127.0.0.1:8000/v1")
-    parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results" / "service.json")
+    parser.add_argument("--out", type=records.record_path, default=ROOT / "benchmarks" / "results" / "service.json")
     args = parser.parse_args()
     machine = {"machine": platform.machine(), "cores": os.cpu_count(), "threads": torch.get_num_threads(),
                "torch": torch.__version__, "openai": importlib.metadata.version("openai"), "load": os.getloadavg()[0]}

@@ -64,7 +64,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--models", nargs="+", default=[name for name, _ in MODELS])
     parser.add_argument("--rounds", type=int, default=ROUNDS)
-    parser.add_argument("--out", type=Path, default=RESULTS)
+    parser.add_argument("--out", type=records.record_path, default=RESULTS)
     args = parser.parse_args()
     record = {"command": COMMAND, "threads": torch.get_num_threads(), "processors": os.cpu_count(), "rounds": args.rounds,
               "prompts": PROMPTS, "group": GROUP, "prompt_tokens": PROMPT_TOKENS, "new_tokens": NEW_TOKENS,

@@ -14,7 +14,7 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as behind a shell's `&`
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 import torch
-from loop_helpers import fresh
+from loop_helpers import DEVICE, fresh
 from safetensors.torch import load_model, save_model
 
 from grpolab.decode.verify import by_amx
@@ -32,7 +32,7 @@ def pytest_testnodedown(node, error):
 @pytest.fixture(scope="session")
 def _tiny() -> Policy:
     torch.set_num_threads(1)
-    return load_policy("tiny", device="cpu")
+    return load_policy("tiny", device=DEVICE)
 
 
 @pytest.fixture

@@ -3,6 +3,7 @@
 import asyncio
 import copy
 import importlib.util
+import os
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ import torch
 from grpolab.models.load import Policy
 from grpolab.train.optimisers import OPTIMISERS
 
+DEVICE = os.environ.get("TEST_DEVICE", "cpu")  # where the tests that can choose compute (docs/scaling.md)
 NAMES = [  # of optimisers; all but the first in the full suite alone
     pytest.param(name, marks=[pytest.mark.skipif(name == "adamw_8bit" and not importlib.util.find_spec("bitsandbytes"),
                                                  reason="needs bitsandbytes"), *[pytest.mark.full] * (name != "adamw")])

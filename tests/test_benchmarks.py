@@ -426,6 +426,17 @@ def test_a_record_is_stale_once_its_code_changes_and_not_for_prose(tmp_path, mon
         records.write(tmp_path / "other.json", {})
 
 
+def test_a_record_made_by_another_python_is_not_stale(tmp_path):
+    (tmp_path / "a.py").write_text("class A:\n    def f(self, *y) -> list:\n        return [f'{y!r:>{len(y)}}', [], str()]\n")
+    assert records.code_hash(tmp_path) == "d233701becbb"  # as on 3.11
+
+
+def test_a_record_under_a_name_that_is_none_is_refused_before_anything_is_measured(tmp_path):
+    done = subprocess.run([sys.executable, BENCHMARKS / "accelerator.py", "--out", tmp_path / "mine.json"], capture_output=True,
+                          text=True, env=os.environ | {"PYTHONPATH": str(ROOT)})
+    assert done.returncode == 2 and "mine.json: name the file as the script's record" in done.stderr
+
+
 @pytest.mark.full
 def test_stale_records_are_listed():
     """Not a failure: to record again takes hours. `python benchmarks/records.py` prints the same list."""

@@ -4,7 +4,7 @@ trainer's in exact mode."""
 
 import pytest
 import torch
-from loop_helpers import rows_of
+from loop_helpers import DEVICE, rows_of
 
 from grpolab.arithmetic import Task, generate
 from grpolab.lab.replay import bundle, replay, replay_bundle
@@ -21,7 +21,7 @@ CONFIG = SFTConfig(steps=4, batch_size=4, lr=1e-4, warmup=0, save_every=1)
 
 
 def bf16():
-    return load_policy("tiny", dtype="bfloat16", device="cpu")
+    return load_policy("tiny", dtype="bfloat16", device=DEVICE)
 
 
 def examples(policy):
@@ -35,7 +35,7 @@ def weights(policy):
 @pytest.mark.parametrize("optimiser", ["adamw", "adafactor"])
 def test_steps_are_those_of_fp32_weights_with_the_same_gradients(optimiser):
     policy, config = bf16(), SFTConfig(steps=40, lr=3e-5, warmup=0, optimiser=optimiser, max_grad_norm=1e9)
-    ours, plain = make_optimiser(policy, config), load_policy("tiny", device="cpu")
+    ours, plain = make_optimiser(policy, config), load_policy("tiny", device=DEVICE)
     with torch.no_grad():
         for p, q in zip(plain.model.parameters(), policy.model.parameters()):
             p.copy_(q)
@@ -55,7 +55,7 @@ def test_steps_are_those_of_fp32_weights_with_the_same_gradients(optimiser):
 
 
 def test_states_on_the_host_take_the_steps_of_adamw_in_every_bit():
-    policies = [load_policy("tiny", device="cpu") for _ in range(2)]
+    policies = [load_policy("tiny", device=DEVICE) for _ in range(2)]
     for policy, name in zip(policies, ("adamw", "adamw_cpu")):
         rows_of(sft(policy, examples(policy), SFTConfig(steps=3, batch_size=4, lr=1e-3, warmup=0, optimiser=name)))
     assert all(torch.equal(a, b) for a, b in zip(*map(weights, policies)))
@@ -75,7 +75,7 @@ def gradient_of(policy, parts):
 def test_gradients_of_micro_batches_add_up_in_fp32():
     """And those of a token's embedding within one. In bf16 either sum was off by 12 % of its norm; what is left is that of the
     products."""
-    plain = load_policy("tiny", device="cpu")
+    plain = load_policy("tiny", device=DEVICE)
     with torch.no_grad():
         for p in plain.model.parameters():
             p.copy_(p.bfloat16())
@@ -97,7 +97,7 @@ def test_parameters_that_somebody_else_set_win_over_their_copies():
 
 
 def test_a_checkpoint_of_fp32_parameters_is_refused(tmp_path):
-    plain, config = load_policy("tiny", device="cpu"), SFTConfig()
+    plain, config = load_policy("tiny", device=DEVICE), SFTConfig()
     optimiser = make_optimiser(plain, config)
     next(plain.model.parameters()).grad = torch.ones_like(next(plain.model.parameters()))
     optimiser.step()
@@ -106,14 +106,14 @@ def test_a_checkpoint_of_fp32_parameters_is_refused(tmp_path):
 
 
 def fp16():
-    return load_policy("tiny", dtype="float16", device="cpu")
+    return load_policy("tiny", dtype="float16", device=DEVICE)
 
 
 @pytest.mark.full
 def test_float16_learns_what_fp32_learns_since_its_losses_are_scaled():
     """Divided by many tokens, a loss has gradients below the smallest number of float16 without the scale."""
     small, gradients = SFTConfig(token_budget=100), {}
-    for name, policy in (("fp32", load_policy("tiny", device="cpu")), ("scaled", fp16()), ("plain", fp16())):
+    for name, policy in (("fp32", load_policy("tiny", device=DEVICE)), ("scaled", fp16()), ("plain", fp16())):
         make_optimiser(policy, small)
         policy.loss_scale = 1.0 if name == "plain" else policy.loss_scale
         sft_gradient(policy, examples(policy), small, denominator=10**6)
@@ -121,7 +121,7 @@ def test_float16_learns_what_fp32_learns_since_its_losses_are_scaled():
         gradients[name] = torch.cat(of)
     errors = {name: float((gradients[name] - gradients["fp32"]).norm() / gradients["fp32"].norm()) for name in gradients}
     assert errors["scaled"] < 0.01 and errors["plain"] > 0.1, errors
-    policy, exact = fp16(), load_policy("tiny", device="cpu")
+    policy, exact = fp16(), load_policy("tiny", device=DEVICE)
     rows, theirs = (rows_of(sft(p, examples(p), SFTConfig(steps=8, batch_size=8, lr=1e-3))) for p in (policy, exact))
     assert [r["loss"] for r in rows] == pytest.approx([r["loss"] for r in theirs], rel=0.02)
     assert {r["loss_scale"] for r in rows} == {2.0**14} and "loss_scale" not in theirs[0]
@@ -163,7 +163,7 @@ def test_an_exact_run_is_replayed_and_its_updates_are_done_again(tmp_path):
 
 
 def test_a_plan_counts_the_master_weights():
-    wide, narrow = (plan(load_policy("tiny", dtype=dtype, device="cpu"), SFTConfig(batch_size=2), prompt_tokens=4,
+    wide, narrow = (plan(load_policy("tiny", dtype=dtype, device=DEVICE), SFTConfig(batch_size=2), prompt_tokens=4,
                          completion_tokens=4).memory for dtype in ("float32", "bfloat16"))
     assert 2 * narrow["parameters"] == narrow["gradients"] == wide["parameters"] and "master weights" not in wide
     assert narrow["optimiser (adamw)"] == wide["optimiser (adamw)"] == 2 * narrow["master weights"]

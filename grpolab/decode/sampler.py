@@ -56,7 +56,7 @@ class Sampler:
     slots   rows decoded together; None takes what a fifth of the free memory holds, at most 512
     engine  "auto", "compiled", "llama", "unpacked" or "hf" (`verify.choose_engine`); `sampler.engine` is the one in use
     exact   make the model's own forward use the sampler's attention until `close`, so that trainer logps equal the sampler's
-            in every bit; ValueError where the start-up probe finds a difference
+            in every bit; ValueError where the start-up probe finds a difference. On a GPU it may find none and some bits differ
     seed    of the seeds of requests that bring none
     threads of torch in the worker; None takes the process's number
     lookup  at most so many tokens (0 to 16; 0 is off) that earlier text of a rollout lets expect are computed in one step with
