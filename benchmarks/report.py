@@ -934,9 +934,11 @@ def readme_table(results: Path) -> str:
     if sft := stored.get("01"):
         rows["SFT: answers in the asked format"] = f"{rate(sft['base_format'])} → {rate(sft['format'])}"
     if dpo := stored.get("03"):
-        rows["DPO: gain in sampled exact match"] = dpo["gain_sampled"]
+        kept, before, learned = (rate(dpo["sampled"][name]) for name in ("SFT on the chosen", "SFT", "DPO"))
+        rows["SFT → DPO (SFT on the chosen answers): sampled exact match"] = f"{before} → {learned} ({kept})"
     if rewards := stored.get("05"):
-        rows["reward model: held-out pairs told apart"] = rate(rewards["accuracy"])
+        rows["held-out pairs told apart: reward model with a scalar head / implicit reward of the DPO policy"] = (
+            f"{rate(rewards['scalar_accuracy'])} / {rate(rewards['accuracy'])}")
     if found := record("baselines", results):
         rows["base model in its own plain form, greedy"] = f"{right(found['base'], 'greedy'):.1%}"
         for kind in ("greedy", "sampled"):
@@ -946,7 +948,8 @@ def readme_table(results: Path) -> str:
             rows[name] = f"{sft.value:.1%} → {learned}"
             rows[f"the same by rejection sampling, as many rollouts: {kind}"] = f"{sft.value:.1%} → {kept}"
     if turns := stored.get("07"):
-        rows["success with the calculator, greedy: SFT → multi-turn GRPO (rejection sampling; sampled, less GRPO)"] = (
+        rows["success with the calculator, greedy: SFT → multi-turn GRPO (rejection sampling; sampled, rejection sampling "
+             "− GRPO)"] = (
             f"{rate(turns['before'])} → {rate(turns['after'])} ({rate(turns['rejection'])}; {turns['sampled_less_grpo']})")
     if tools := stored.get("14"):
         sft, learned, kept = (rate(tools[f"{name}: right answers, sampled"])
@@ -961,13 +964,14 @@ def readme_table(results: Path) -> str:
         runs = [of["400"] for of in long["seeds"].values() if "400" in of]
         sft, learned, *kept = (f"{rate_over_seeds([run[name]['right'] for run in runs]).value:.1%}"
                                for name in ("sft", "grpo", "rejection 4", "rejection 16"))
-        rows[f"parity, a tenth of the demonstrations long, greedy, mean of {len(runs)} seeds: SFT → GRPO (rejection sampling "
-             "in 4 / 16 rounds)"] = f"{sft} → {learned} ({' / '.join(kept)})"
+        rows[f"notebook 09's task, parity, a tenth of the demonstrations long, greedy, mean of {len(runs)} seeds: SFT → GRPO "
+             "(rejection sampling in 4 / 16 rounds)"] = f"{sft} → {learned} ({' / '.join(kept)})"
     rows |= real_model(results)
     for title, name, key in (("decode engine: times as fast as `generate()`", "decode", "ratio"),
                              ("a training step: times as fast as TRL", "trl", "speed")):
         if found := record(name, results):
-            rows[title] = span([row[key] for row in found["rows"]], unit="×")
+            kinds = [[row[key] for row in found["rows"] if (row["model"] == "tiny") == tiny] for tiny in (True, False)]
+            rows[f"{title}, embedded model; SmolLM2"] = "; ".join(span(kind, unit="×") for kind in kinds if kind)
     if found := record("pool", results):
         rows["environment pool: steps a second, of OpenEnv's"] = span([r["median"] for r in found["ratios"].values()], unit="×")
     return table([{"measured": name, "value": value} for name, value in rows.items()])

@@ -301,7 +301,7 @@ def test_the_page_for_people_who_know_trl_lists_every_name_and_names_what_exists
     assert all(f"| `{there}` | `{here}` |" in page for there, here in recipe.RENAMED.items())
     assert all(f"| `{there} ({m.upper()})` | `{here}` |" in page
                for m, of in recipe.RENAMED_OF.items() for there, here in of.items())
-    refused = recipe.NO_OPTION | {f"{k} (GRPO)": why for k, why in recipe.NO_OPTION_OF["grpo"].items()}
+    refused = recipe.NO_OPTION | {f"{k} ({m.upper()})": why for m, of in recipe.NO_OPTION_OF.items() for k, why in of.items()}
     assert all(f"| `{there}` | {why} |" in page for there, why in refused.items())
     fields = {f"{type(c).__name__}.{f.name}" for c in map(parsed, CONFIGS) for f in dataclasses.fields(c)}
     assert set(re.findall(r"`(\w+Config\.\w+)`", page)) <= fields
@@ -313,11 +313,16 @@ def test_the_page_for_people_who_know_trl_lists_every_name_and_names_what_exists
 @pytest.mark.parametrize("flags, says", [
     (["--lora-dropout", "0.1"], "add --lora-rank"), (["--epsilon-high=0.28"], "both sides"), (["--bf16"], "--autocast"),
     (["--batch-size", "4"], "--prompts-per-step"), (["--top_p", "0.9"], "whole distribution"),
-    (["--gradient-accumulation-steps", "0"], "at least 1"),
+    (["--gradient-accumulation-steps", "0"], "at least 1"), (["--max-tool-calling-iterations", "3"], "with one more"),
+    (["--steps-per-generation=4"], "gradient_accumulation_steps of TRL"),
 ])
 def test_an_option_that_has_no_counterpart_says_what_has(monkeypatch, capsys, flags, says):
     monkeypatch.setattr(commands, "load_policy", None)
     assert main(["grpo", "tiny", *flags]) == 2 and says in capsys.readouterr().err
+
+
+def test_a_loss_of_trls_dpo_is_said_as_it_is_computed_here(capsys):
+    assert main(["dpo", "tiny", "--loss-type", "ipo"]) == 2 and "--kind ipo --length-normalised" in capsys.readouterr().err
 
 
 def test_names_of_the_shell_of_another_trainer(capsys):

@@ -32,7 +32,6 @@ RENAMED = {
     "lr-scheduler-type": "schedule", "optim": "optimiser", "optimizer": "optimiser", "save-steps": "save-every",
     "eval-steps": "select-every", "eval-every": "select-every", "gradient-checkpointing": "checkpoint-activations",
     "num-generations": "group-size", "max-completion-length": "max-new-tokens", "num-iterations": "inner-epochs",
-    "steps-per-generation": "minibatches", "max-tool-calling-iterations": "max-turns",
     "center-rewards-coefficient": "centering", "delta": "dual-clip", "reward-funcs": "reward", "lora-r": "lora-rank",
     "lora-target-modules": "lora-target", "run-name": "name", "output-dir": "out", "save-path": "out",
     "wandb-run-name": "name", "dataset-name": "data", "torch-dtype": "dtype", "hub-model-id": "push-to-hub",
@@ -41,7 +40,7 @@ RENAMED = {
 }
 RENAMED_OF = {
     "grpo": {"beta": "kl-coef", "seq-len": "max-total-tokens"},
-    "dpo": {"loss-type": "kind", "per-device-train-batch-size": "batch-size"},
+    "dpo": {"per-device-train-batch-size": "batch-size"},
     "sft": {"per-device-train-batch-size": "batch-size"},
     "reward": {"per-device-train-batch-size": "batch-size"},
 }
@@ -77,11 +76,15 @@ NO_OPTION = {
     "pack-width": "examples are computed without padding anyway: leave it out",
     "precompute-ref-log-probs": "the reference's log-probs are computed once anyway; in Python cache_logps keeps them on disk",
     "disable-dropout": "the models are trained without dropout, but for that of --lora-dropout",
-    "load-in-4bit": "there are no quantised weights; --lora-rank with --dtype bfloat16 takes least memory",
+    "load-in-4bit": "no model is computed with in 4 bits; --lora-rank with --dtype bfloat16 takes least memory",
     "use-peft": "say --lora-rank",
+    "steps-per-generation": "say --minibatches: steps_per_generation / gradient_accumulation_steps of TRL",
+    "max-tool-calling-iterations": "say --max-turns with one more: it counts the answer behind the last call, too",
 }
 WHOLE = "say the step's whole batch as --prompts-per-step questions of --group-size completions; --token-budget bounds one pass"
-NO_OPTION_OF = {"grpo": {"batch-size": WHOLE, "per-device-train-batch-size": WHOLE}}
+DPO_LOSS = ("say --kind sigmoid or hinge; TRL's ipo is --kind ipo --length-normalised, its sigmoid_norm --kind sigmoid "
+            "--length-normalised")
+NO_OPTION_OF = {"grpo": {"batch-size": WHOLE, "per-device-train-batch-size": WHOLE}, "dpo": {"loss-type": DPO_LOSS}}
 
 
 def flag(name: str, method: str) -> str:
