@@ -10,7 +10,7 @@ from contextlib import aclosing
 
 import pytest
 import torch
-from loop_helpers import digits, flat, fresh, rows_of, untimed
+from loop_helpers import DEVICE, digits, flat, fresh, rows_of, untimed
 from transformers import DynamicCache
 
 from grpolab.arithmetic import Problem
@@ -146,7 +146,7 @@ def drawn_from(models, rollout, versions):
     """Log-probs of a rollout's tokens by the models' own forward: `versions` drew them, and fed what stood before them."""
     cache, feed, logps = DynamicCache(), rollout.prompt, []
     for version, token in zip(versions, rollout.tokens, strict=True):
-        logits = models[version](torch.tensor([feed]), past_key_values=cache, use_cache=True).logits[0, -1]
+        logits = models[version](torch.tensor([feed], device=DEVICE), past_key_values=cache, use_cache=True).logits[0, -1]
         logps.append(logits.log_softmax(-1)[token].item())
         feed = [token]
     return torch.tensor(logps)

@@ -16,7 +16,7 @@ from grpolab.decode.sampler import Sampler
 from grpolab.decode.sampling import SamplingParams
 from grpolab.models.load import load_policy
 from grpolab.serve.http_client import RemoteError
-from grpolab.serve.mapped import UNDER_WAY, Mapped
+from grpolab.serve.mapped import UNDER_WAY, Mapped, attach
 from grpolab.serve.remote import RemoteSampler
 from grpolab.serve.service import serve_policy
 from grpolab.serve.weight_sync import SharedFile
@@ -52,6 +52,20 @@ async def test_a_step_of_the_trainer_is_the_servers_without_sending(tmp_path):
         assert not list(tmp_path.iterdir())
         step(trainer)  # is the trainer's own again
         assert not torch.equal(next(trainer.model.parameters()), next(served.model.parameters()))
+
+
+def test_neither_side_maps_a_policy_on_a_gpu(tmp_path):
+    trainer, elsewhere = load_policy("tiny"), load_policy("tiny")
+    elsewhere.model.to("meta")
+    bridge = Mapped(tmp_path / "weights")
+    bridge._share(trainer)
+    try:
+        for maps in (lambda: attach(bridge.path, elsewhere, bridge.mark), lambda: Mapped(tmp_path / "b")._share(elsewhere)):
+            with pytest.raises(ValueError, match="is on meta, and only weights of processors can be mapped: use SharedFile"):
+                maps()
+        assert elsewhere.device.type == "meta"
+    finally:
+        bridge.close()
 
 
 async def test_another_trainer_may_send_its_weights_by_the_file(tiny, tmp_path):
@@ -120,7 +134,7 @@ async def test_no_token_is_of_half_written_weights(tmp_path, engine):
 KILLED = """
 import asyncio, os, sys, torch
 from grpolab.models.load import load_policy
-from grpolab.serve.mapped import UNDER_WAY, Mapped
+from grpolab.serve.mapped import UNDER_WAY, Mapped, attach
 from grpolab.serve.remote import RemoteSampler
 
 async def main():

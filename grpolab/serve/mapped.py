@@ -80,6 +80,12 @@ def _size(model: torch.nn.Module) -> int:
     return HEADER + sum(-(-p.nbytes // ALIGNED) * ALIGNED for p in model.parameters())
 
 
+def _refuse_gpu(policy: Policy) -> None:
+    if policy.device.type != "cpu":
+        raise ValueError(f"{policy.name!r} is on {policy.device}, and only weights of processors can be mapped: use "
+                         "SharedFile, or start both without a GPU (CUDA_VISIBLE_DEVICES= in the environment)")
+
+
 def _mapped(path: Path, policy: Policy, copied: bool, writes: bool) -> torch.Tensor:
     """Put the parameters into the file (`copied`), or take them from there; returns the state."""
     memory, at = torch.from_file(str(path), shared=True, size=_size(policy.model), dtype=torch.uint8), HEADER
@@ -94,7 +100,8 @@ def _mapped(path: Path, policy: Policy, copied: bool, writes: bool) -> torch.Ten
 
 def attach(path: Path, policy: Policy, mark: str) -> int:
     """Let a server's policy use the weights in the file with this mark; returns their version. ValueError, and the policy is
-    as it was, for another model's or another trainer's."""
+    as it was, for another model's or another trainer's, and for a policy on a GPU."""
+    _refuse_gpu(policy)
     size = path.stat().st_size
     state = torch.from_file(str(path), shared=True, size=32, dtype=torch.uint8).view(torch.int64) if size >= HEADER else None
     if state is None or (size, int(state[FORM])) != (_size(policy.model), _form(policy.model)):
@@ -128,8 +135,7 @@ class Mapped:
         return answer["policy_version"], self.mark, None
 
     def _share(self, policy: Policy) -> None:
-        if policy.device.type != "cpu":
-            raise ValueError(f"{policy.name!r} is on {policy.device}, and only weights of processors can be mapped")
+        _refuse_gpu(policy)
         refuse_others(self.path)
         with policy.lock:
             number, partial = secrets.randbits(32), self.path.with_name(f".{self.path.name}.{os.getpid()}.partial")
