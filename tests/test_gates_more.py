@@ -213,11 +213,11 @@ FAULTS = [
           {"package − plain code, sampled tokens, of the gradient's length"}, "async def share_right",
           without=("questions = practice", "grouped = load_policy"), parameters={"quick": True}, prepare=two_policies),
     *(Fault("16_async_grpo", breaks, fails, "record = ", without=("S, R, U =", "colors ="), parameters={"quick": True},
-            full=True)
-      for breaks, fails in (
+            by_the_clock=frozenset(by_the_clock), full=True)
+      for breaks, fails, *by_the_clock in (
           (publish_nothing, {"staleness 0, weights with other bits than by grpo", "staleness 0, rewards as by grpo",
                              "stopped and resumed, weights with other bits",
-                             "in flight, recorded − recomputed logps, nats"}),
+                             "in flight, recorded − recomputed logps, nats"}, "in flight, the same by the first version alone"),
           (forget_what_was_drawn_ahead, {"stopped and resumed, weights with other bits"}),
           (one_version_a_rollout, {"in flight, rollouts of several versions",
                                    "in flight, the same by the first version alone",
