@@ -935,7 +935,8 @@ def readme_table(results: Path) -> str:
         rows["SFT: answers in the asked format"] = f"{rate(sft['base_format'])} → {rate(sft['format'])}"
     if dpo := stored.get("03"):
         kept, before, learned = (rate(dpo["sampled"][name]) for name in ("SFT on the chosen", "SFT", "DPO"))
-        rows["SFT → DPO (SFT on the chosen answers): sampled exact match"] = f"{before} → {learned} ({kept})"
+        rows["sampled exact match: SFT → DPO (SFT on the chosen answers; DPO − that)"] = (
+            f"{before} → {learned} ({kept}; {dpo['over_sft']['SFT on the chosen']})")
     if rewards := stored.get("05"):
         rows["held-out pairs told apart: reward model with a scalar head / implicit reward of the DPO policy"] = (
             f"{rate(rewards['scalar_accuracy'])} / {rate(rewards['accuracy'])}")

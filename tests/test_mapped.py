@@ -134,7 +134,7 @@ async def test_no_token_is_of_half_written_weights(tmp_path, engine):
 KILLED = """
 import asyncio, os, sys, torch
 from grpolab.models.load import load_policy
-from grpolab.serve.mapped import UNDER_WAY, Mapped, attach
+from grpolab.serve.mapped import UNDER_WAY, Mapped
 from grpolab.serve.remote import RemoteSampler
 
 async def main():
