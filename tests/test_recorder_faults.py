@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 
+import grpolab.lab.restore
 from grpolab.lab.counterfactual import fork, without_group
 from grpolab.lab.replay import bundle, replay, replay_bundle
 from grpolab.lab.restore import restore
@@ -44,6 +45,15 @@ def test_a_record_of_another_run_is_named(run, tiny, tmp_path):  # noqa: F811
     with pytest.raises(ValueError, match="the recorded rollouts of step 3 are not those of its weights"):
         forked(run, 3, edit=without_group(0))
     assert not replay(run, 3).equal
+
+
+def test_memory_that_does_not_suffice_is_not_taken_for_foreign_rollouts(run, monkeypatch):  # noqa: F811
+    def too_large(*_):
+        raise torch.OutOfMemoryError("out of memory: tried to allocate 3.00 GiB")
+
+    monkeypatch.setattr(grpolab.lab.restore, "grpo_update", too_large)
+    with pytest.raises(torch.OutOfMemoryError, match="3.00 GiB"):
+        replay(run, 4)
 
 
 def cut_short(path):

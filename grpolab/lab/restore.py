@@ -100,6 +100,8 @@ def update_again(policy: Policy, reference: Policy | None, groups: list[Recorded
             return grpo_update(policy, reference, [group for group, _ in trained], config, optimiser, step,
                                torch.tensor([a for _, a in trained]))
     except RuntimeError as error:
+        if "sampler and trainer disagree" not in str(error):  # such as memory that does not suffice
+            raise
         raise ValueError(f"the recorded rollouts of step {step} are not those of its weights: one of the two is another run's, "
                          f"or an edit gave the rollouts log-probs of its own ({error})") from error
 
