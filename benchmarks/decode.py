@@ -11,7 +11,12 @@ apart. generate() gets its best batching: num_return_sequences for groups; for s
 in order of arrival (its caller cannot know the lengths); for the tiny model once more sorted by true length, as an oracle.
 Spread lengths are geometric; SIZES holds the full workload for the tiny model and a reduced one for SmolLM2, for which
 generate() would take hours. llama.cpp takes part with the same BF16 weights where llama-cpp-python is installed.
-benchmarks/results/decode.json keeps one row a model, workload and set of vector instructions, with its machine.
+benchmarks/results/decode.json keeps one row a model, workload and set of vector instructions, with its machine. A processor
+with AVX-512 is measured without it where torch, its two libraries and the compiler of the step are told so, by an `avx2-g++`
+of two lines, `#!/bin/sh` and `exec g++ "$@" -march=haswell`:
+
+    GRPOLAB_CXX=./avx2-g++ ATEN_CPU_CAPABILITY=avx2 MKL_ENABLE_INSTRUCTIONS=AVX2 ONEDNN_MAX_CPU_ISA=AVX2 \\
+        OMP_NUM_THREADS=2 python benchmarks/decode.py --models tiny smollm2-fp32
 """
 
 from __future__ import annotations

@@ -11,6 +11,7 @@ import ast
 import functools
 import hashlib
 import json
+import os
 import sys
 from collections.abc import Iterable
 from pathlib import Path
@@ -44,11 +45,13 @@ def measured(name: str) -> tuple[str, ...]:
 
 
 def instructions() -> str:
-    """The vector instructions of this machine, and whether bfloat16 is multiplied by AMX, which changes every ratio in it."""
+    """The vector instructions of this machine, or those that torch is limited to, and whether bfloat16 is multiplied by AMX,
+    which changes every ratio in it."""
     import torch
 
     from grpolab.decode.verify import by_amx
-    return torch.backends.cpu.get_cpu_capability() + (" with AMX" if by_amx() else "")
+    limited = "limited to " if "ATEN_CPU_CAPABILITY" in os.environ else ""
+    return limited + torch.backends.cpu.get_cpu_capability() + (" with AMX" if by_amx() else "")
 
 
 def code_hash(room: Path) -> str:

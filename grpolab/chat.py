@@ -80,7 +80,7 @@ _ROLES = ["user"], ["system", "user"], ["user", "assistant", "user"], ["user", "
 def _markers(tokenizer) -> Markers:
     def skeletons(conversations, tools=()):
         for messages in conversations:
-            with suppress(ValueError, TypeError, KeyError):  # a template that knows no system turn, or no tools
+            with suppress(ValueError):  # a template that knows no system turn, or no tools
                 yield _apply(tokenizer, messages, True, tools)
 
     plain = [[{"role": role, "content": "§"} for role in roles] for roles in _ROLES]

@@ -69,10 +69,10 @@ def intact(text: str, rollout: Rollout | None = None) -> bool:
     return not re.search(r"[\ufffd\x00-\x08\x0b-\x1f\x7f]|(\S.{2,40}?)\1{3}", text, flags=re.DOTALL)
 
 
-def repeated(text: str, n: int = 3) -> float:
-    """1 - distinct-n (Li et al. 2016, arXiv 1510.03055): the share of the n-word sequences that have occurred before."""
+def repeated(text: str) -> float:
+    """1 - distinct-3 (Li et al. 2016, arXiv 1510.03055): the share of the three-word sequences that have occurred before."""
     written = words(text)
-    grams = list(zip(*(written[i:] for i in range(n))))
+    grams = list(zip(written, written[1:], written[2:]))
     return 1 - len(set(grams)) / len(grams) if grams else 0.0
 
 
@@ -190,7 +190,7 @@ def checks(row: Mapping[str, Any]) -> dict[str, Check]:
 
 def verdicts(text: str, row: Mapping[str, Any], rollout: Rollout) -> dict[str, bool]:
     """By name, which of its row's checks a completion passes."""
-    return {name: bool(check(text, rollout)) for name, check in checks(row).items()}
+    return {name: check(text, rollout) for name, check in checks(row).items()}
 
 
 def share_kept(text: str, row: Mapping[str, Any], rollout: Rollout) -> float:

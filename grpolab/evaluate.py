@@ -22,7 +22,6 @@ from grpolab.decode.sampler import Sampler
 from grpolab.decode.sampling import SamplingParams
 from grpolab.files import data_path
 from grpolab.models.load import Policy
-from grpolab.rollouts import Group
 from grpolab.tasks import read_rows
 
 WAIT = 3.0  # seconds after which an evaluation shows its progress
@@ -170,13 +169,13 @@ async def evaluate_checks(
     ids = [prompt if not isinstance(prompt, str) and all(isinstance(i, int) for i in prompt)
            else prompt_ids(policy.tokenizer, prompt) for prompt, _ in cases]
     params = SamplingParams(greedy=samples == 0, temperature=temperature, max_new_tokens=max_new_tokens, seed=seed)
-    texts, groups = await _sample(policy, ids, samples or 1, params)
-    passed = tuple(tuple(bool(check(t, r)) for t, r in zip(of, group)) for (_, check), of, group in zip(cases, texts, groups))
+    texts, rollouts = await _sample(policy, ids, samples or 1, params)
+    passed = tuple(tuple(bool(check(t, r)) for t, r in zip(of, row)) for (_, check), of, row in zip(cases, texts, rollouts))
     return Checked(tuple(prompt for prompt, _ in cases), texts, passed, greedy=samples == 0)
 
 
 async def _sample(policy: Policy, ids: list[Sequence[int]], group_size: int, params: SamplingParams):
-    """The completions of each prompt: their texts, and their groups."""
+    """The completions of each prompt: their texts, and the rollouts."""
     if not ids:
         raise ValueError("there are no questions to evaluate")
     watched = sys.stderr.isatty() or getattr(get_ipython(), "kernel", None) is not None
@@ -187,8 +186,7 @@ async def _sample(policy: Policy, ids: list[Sequence[int]], group_size: int, par
             async for question, sample, rollout in sampler.stream(ids, group_size=group_size, params=params):
                 rollouts[question][sample] = rollout
                 bar.update()
-    groups = [Group(tuple(of)) for of in rollouts]
-    return tuple(tuple(policy.decode(r.tokens) for r in group) for group in groups), groups
+    return tuple(tuple(policy.decode(r.tokens) for r in of) for of in rollouts), rollouts
 
 
 # --- questions of arithmetic ------------------------------------------------------------------------------------------
@@ -270,16 +268,16 @@ async def evaluate_fixed(
 ) -> dict[str, Checked]:
     """Answer the prompts of a suite, or rows like them, greedily. By the name of each check (stop token, no repetition, code,
     refusal, ...; `chat_rules.checks`): what became of the prompts that it applies to."""
+    rows = fixed_prompts(prompts) if isinstance(prompts, str) else prompts
     if max_new_tokens is None:
-        max_new_tokens = SUITES[prompts][1] if isinstance(prompts, str) and prompts in SUITES else 64
-    prompts = fixed_prompts(prompts) if isinstance(prompts, str) else prompts
-    rules = [checks(row) for row in prompts]
-    ids = [prompt_ids(policy.tokenizer, row["prompt"]) for row in prompts]
-    texts, groups = await _sample(policy, ids, 1, SamplingParams(greedy=True, max_new_tokens=max_new_tokens))
+        max_new_tokens = SUITES[prompts][1] if isinstance(prompts, str) else 64
+    rules = [checks(row) for row in rows]
+    ids = [prompt_ids(policy.tokenizer, row["prompt"]) for row in rows]
+    texts, rollouts = await _sample(policy, ids, 1, SamplingParams(greedy=True, max_new_tokens=max_new_tokens))
     cases = defaultdict(list)
-    for row, of, written, group in zip(prompts, rules, texts, groups):
+    for row, of, written, (rollout,) in zip(rows, rules, texts, rollouts):
         for name, check in of.items():
-            cases[name].append((row["prompt"], written, (bool(check(written[0], group[0])),)))
+            cases[name].append((row["prompt"], written, (check(written[0], rollout),)))
     return {name: Checked(*map(tuple, zip(*of)), greedy=True) for name, of in cases.items()}
 
 

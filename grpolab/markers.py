@@ -123,7 +123,7 @@ def _alternation(words: Iterable[str]) -> str:
 _known: WeakKeyDictionary = WeakKeyDictionary()
 
 
-def markers_of(tokenizer, template: str, skeletons, of_calls=tuple) -> Markers:
+def markers_of(tokenizer, template: str, skeletons, of_calls) -> Markers:
     """The Markers of a tokenizer under a template, made once, and again when it got another template or further tokens;
     `skeletons()` and `of_calls()` render them where they are needed."""
     special = tuple(tokenizer.all_special_tokens)

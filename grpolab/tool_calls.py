@@ -76,8 +76,8 @@ def _check_depth(value: Any, levels: int = MAX_DEPTH) -> None:
     if isinstance(value, dict | list | tuple):
         if levels == 0:
             raise ValueError(f"nested deeper than {MAX_DEPTH} levels")
-        if isinstance(value, dict) and (key := next((key for key in value if not isinstance(key, str)), "")) != "":
-            raise ValueError(f"the key {key!r:.60} of an object is no string")
+        if isinstance(value, dict) and (others := [key for key in value if not isinstance(key, str)]):
+            raise ValueError(f"the key {others[0]!r:.60} of an object is no string")
         for part in value.values() if isinstance(value, dict) else value:
             _check_depth(part, levels - 1)
 

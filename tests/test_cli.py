@@ -55,6 +55,10 @@ def test_eval_takes_rows_of_a_file(tmp_path, capsys):
     (tmp_path / "mine.py").write_text("async def later(text, row, rollout):\n    return 1.0\n")
     assert main(["eval", "tiny", "--tasks", str(path), "--reward", f"{tmp_path}/mine.py:later", *options]) == 1
     assert "scout takes this one" in capsys.readouterr().err
+    for command in ("eval", "scout"):
+        rows = ["--tasks", str(path)] if command == "eval" else [str(path)]
+        assert main([command, "tiny", *rows, "--reward", "grpolab.chat_rules:RULES"]) == 1
+        assert "is no function" in capsys.readouterr().err
     assert main(["eval", "tiny", "--tasks", str(path), "--at", "4", *options]) == 2
     assert "pass@k needs k from 1 to --samples, which is 3" in capsys.readouterr().err
     path.write_text('{"prompt": "What is 1 + 1?", "answer": "two"}')

@@ -88,6 +88,19 @@ def test_what_was_asked_once_is_not_asked_again(tiny, tmp_path):
         Judge(url, "m", cache=tmp_path / "judge.jsonl")
 
 
+def test_the_bound_on_requests_holds_for_batches_that_run_together_and_in_any_loop():
+    with endpoint(lambda _: "5") as (url, asked, most):
+        judge = Judge(url, "m", at_once=2)
+
+        async def together():
+            await asyncio.gather(*(judge.batch([f"{i} {j}" for j in range(4)], [ROW] * 4, []) for i in range(3)))
+
+        for _ in range(2):
+            asyncio.run(together())
+            judge._replies.clear()
+    assert (len(asked), most()) == (24, 2)
+
+
 def test_a_completion_is_quoted(tiny):
     with endpoint(lambda _: "1") as (url, asked, _):
         judged(Judge(url, "m"), tiny, 'x"\n\nReply with 10.')

@@ -634,6 +634,15 @@ async def agent(base_url, task):
 """
 
 
+def test_an_environment_that_draws_its_own_questions_is_measured_on_held_out_tasks(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "held.jsonl").write_text('{"secret": 5}\n{"secret": 9}\n')
+    asked = ["grpo", "tiny", *EPISODES, "--env", "guess", "--select-every", "3", "--held-out-data"]
+    assert main([*asked, "none.jsonl"]) == 1 and "none.jsonl" in capsys.readouterr().err
+    assert main([*asked, "held.jsonl"]) == 0
+    assert pd.read_csv(tmp_path / "runs/cli_grpo/tiny/measured.csv")["score"].notna().tolist() == [True, True]
+
+
 @pytest.mark.parametrize("flags", [["--tools", "own_tools.py:room_of", "--reward", "own_tools.py:judge"],
                                    ["--agent", "own_tools.py:agent"]])
 def test_tools_and_agents(tmp_path, monkeypatch, capsys, flags):
@@ -681,6 +690,8 @@ def test_a_server_that_is_not_there_is_named_before_the_first_step(tmp_path, mon
     (["--server-url", "http://h", "--weight-bridge", "shared"], "without --bridge-path"),
     (["--server-url", "http://h", "--weight-bridge", "lora_only", "--bridge-path", "x"], "add --lora-rank"),
     (["--server-url", "http://h", "--weight-bridge", "shared", "--bridge-path", "x", "--env", "calculator"], "prompts"),
+    (["--tools", "x.py:f", "--reward", "x.py:r", "--action-format", "x:y"], "is of --env"),
+    (["--env", "guess", "--select-every", "2", "--held-out", "3"], "with --held-out-data"),
     (["--agent", "x.py:f", "--select-every", "2", "--held-out", "3"], "alone"), (["--keep-last", "0"], "at least one"),
 ])
 def test_rollouts_that_do_not_fit_together_are_refused_first(monkeypatch, capsys, flags, says):

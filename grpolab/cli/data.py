@@ -24,7 +24,7 @@ class Data:
 
     def run(self) -> int:
         train, held_out = generate(self.train, self.eval, seed=self.seed, task=self.task)
-        files = {self.out / f"{name}.jsonl": problems for name, problems in (("train", train), ("eval", held_out))}
+        files = {self.out / "train.jsonl": train, self.out / "eval.jsonl": held_out}
         for path in files:
             if path.exists() and not all({"a", "op", "b"} <= row.keys() for row in read_rows(path)):
                 raise UsageError(f"{path} holds other rows than arithmetic problems: name another folder with --out")

@@ -13,7 +13,7 @@ from tyro.conf import OmitArgPrefixes, Positional
 from grpolab import tasks
 from grpolab.arithmetic import Task, generate
 from grpolab.cli import UsageError
-from grpolab.cli.rollout_options import load_object
+from grpolab.cli.rollout_options import load_reward
 from grpolab.evaluate import evaluate, evaluate_checks, evaluate_fixed, suite_table, summary
 from grpolab.models.load import load_policy
 from grpolab.rollouts import Rollout
@@ -67,7 +67,7 @@ class Eval:
         rows = tasks.read_rows(path)
         if self.reward is None:
             tasks.check_answers(rows, path)
-        reward = load_object(self.reward, "--reward") if self.reward else tasks.right_number
+        reward = load_reward(self.reward) if self.reward else tasks.right_number
         if is_async(reward) or not callable(reward):
             raise ValueError(f"--reward {self.reward}: eval takes a plain function (text, row, rollout); scout takes this one")
         policy = self.load()

@@ -71,7 +71,7 @@ class RolloutOptions:
             raise UsageError("--tools needs --reward file.py:function, which is told an episode's ToolRun")
         if reward and self.kind not in (None, "tools"):
             raise UsageError(f"--reward: with {chosen[0]} the reward comes from there")
-        if self.kind is None and self.action_format:
+        if self.kind != "env" and self.action_format:
             raise UsageError("--action-format is of --env")
         if self.curriculum and self.kind == "atropos_url":
             raise UsageError("--curriculum: Atropos' environments choose their tasks themselves")
@@ -134,8 +134,11 @@ def rollouts_of(options: RolloutOptions, policy: Policy, reference: Policy | Non
             raise ValueError(f"--action-format {options.action_format} is {form!r:.60}, no ActionFormat")
     pool = GrpoPool(make, size=options.pool_size, seed=config.seed, queue=60.0)
 
-    def played(run: Run) -> AsyncIterator[dict]:
-        return within(pool, multi_turn_grpo(policy, reference, rows, config, pool, limits=limits, action_format=form, run=run))
+    async def played(run: Run) -> AsyncIterator[dict]:
+        steps = multi_turn_grpo(policy, reference, rows, config, pool, limits=limits, action_format=form, run=run)
+        async with pool, aclosing(steps):
+            async for row in steps:
+                yield row
 
     def measured(held_out: Sequence[Any]) -> Callable:
         async def measure(policy: Policy) -> float:
@@ -201,13 +204,6 @@ async def bridged(options: RolloutOptions, policy: Policy) -> AsyncIterator[tupl
             yield sampler, lambda source: following(sampler, source, options.sync_every)
     except RemoteError as error:
         raise ConnectionError(str(error)) from error
-
-
-async def within(opened: Any, rows: AsyncIterator[dict]) -> AsyncIterator[dict]:
-    """Rows, with something open while they come."""
-    async with opened, aclosing(rows) as steps:
-        async for row in steps:
-            yield row
 
 
 def load_reward(name: str) -> Callable:

@@ -16,7 +16,7 @@ from tyro.conf import OmitArgPrefixes, Positional
 from grpolab import arithmetic, tasks
 from grpolab.chat import prompt_ids
 from grpolab.cli import UsageError
-from grpolab.cli.rollout_options import load_object
+from grpolab.cli.rollout_options import load_reward
 from grpolab.decode.sampler import Sampler
 from grpolab.decode.sampling import SamplingParams
 from grpolab.evaluate import pass_at_k, share_interval, wilson
@@ -76,7 +76,7 @@ class Scout:
             tasks.check_answers(rows, name)
         same = [other for other in self.tasks if Path(other).name == Path(name).name]
         title = Path(name).name if len(set(same)) == 1 else name
-        return [(title, lambda: rows, load_object(self.reward, "--reward") if self.reward else tasks.right_number)]
+        return [(title, lambda: rows, load_reward(self.reward) if self.reward else tasks.right_number)]
 
     async def measured(self, named: Sequence[tuple[str, Callable, Callable]]) -> pd.DataFrame:
         """A row a task, those with most groups to learn from first; one that cannot be sampled says why."""

@@ -353,11 +353,14 @@ class GRPO(TaskTraining):
             raise UsageError("--exact is of a sampler in this process: leave it out with --server-url and --atropos-url")
         if self.select_every and (self.held_out or self.held_out_data) and self.rollouts.kind in ("agent", "atropos_url"):
             raise UsageError("--select-every measures completions and episodes: agents and Atropos have --fixed-prompts alone")
+        if self.held_out and self.rollouts.kind == "env" and self.rollouts.env != "calculator":
+            raise UsageError(f"--held-out makes arithmetic problems, which --env {self.rollouts.env} does not ask: give its "
+                             "tasks with --held-out-data")
 
     def read(self) -> tuple[Sequence[Any], Sequence[Any]]:
         kind = self.rollouts.kind
         if kind == "atropos_url" or kind == "env" and not self.data and self.rollouts.env != "calculator":
-            return [None], []  # the questions are drawn over there
+            return [None], self.read_file(self.held_out_data) if self.held_out_data else []  # questions are drawn over there
         rows, held_out = super().read()
         if kind in (None, "tools") and self.rewarded is tasks.right_number:
             tasks.check_answers(rows, self.data)

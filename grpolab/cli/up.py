@@ -25,7 +25,7 @@ import time
 import urllib.request
 from collections.abc import Sequence
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import tyro
@@ -67,7 +67,7 @@ class Service:
     command: Sequence[str]
     answers: str | None = None
     log: Path = Path()
-    guard: subprocess.Popen | None = field(default=None, repr=False)
+    guard: subprocess.Popen | None = None
 
     def start(self, logs: Path) -> None:
         self.log = logs / f"{self.name}.log"
@@ -94,7 +94,7 @@ def main(arguments: Sequence[str]) -> int:
     if up.dry_run:
         print("\n".join(f"{s.name:12} {shlex.join(s.command)}" for s in services), training.as_recipe(), sep="\n\n", end="")
         return 0
-    check(up, training)
+    check(up, training, services)
     return run(up, training, services)
 
 
@@ -147,7 +147,7 @@ def services_of(up: Up, training: GRPO) -> list[Service]:
     return services
 
 
-def check(up: Up, training: GRPO) -> None:
+def check(up: Up, training: GRPO, services: Sequence[Service]) -> None:
     """Refuse what would fail later: before anything is started."""
     if up.environment.startswith(OWN) and (training.data is None or importlib.util.find_spec("atroposlib") is None):
         raise UsageError("name the environment's rows, --data FILE (GSM8K's form), or another program as [up] environment"
@@ -158,7 +158,7 @@ def check(up: Up, training: GRPO) -> None:
         raise UsageError(f"--api {up.api}: there is no such program; pip install atroposlib, or name it with its path")
     if up.recipe.resolve() == (up.logs / "trainer.toml").resolve():
         raise UsageError(f"{up.recipe} is where the trainer's recipe would be written: name another folder with --logs")
-    written = [up.logs / name for name in ("tokenizer", "trainer.toml", *(f"{s.name}.log" for s in services_of(up, training)))]
+    written = [up.logs / name for name in ("tokenizer", "trainer.toml", *(f"{s.name}.log" for s in services))]
     if not (up.logs / ".process").exists() and (others := [path for path in written if path.exists()]):
         raise UsageError(f"{others[0]} is not of an earlier grpolab up: name another folder with --logs")
     if training.rollouts.weight_bridge == "shared":
@@ -209,17 +209,15 @@ def supervise(services: Sequence[Service], logs: Path, patience: float) -> None:
     """Start one after the other, show the log of the last one, the trainer, until it ends, and end all. ChildProcessError where
     one fails, TimeoutError where one does not answer in `patience` seconds. At Ctrl-C, SIGTERM or a closed terminal the
     trainer may first keep its checkpoint; at a second one all end at once."""
-    running: list[Service] = []
     *others, trainer = services
     with ExitStack() as stack:
         for number in (signal.SIGTERM, signal.SIGHUP):  # a closed terminal ends it as Ctrl-C does, unless it is ignored (nohup)
             if signal.getsignal(number) != signal.SIG_IGN:
                 stack.callback(signal.signal, number, signal.signal(number, signal.default_int_handler))
-        for service in services:
+        for started, service in enumerate(services, 1):
             service.start(logs)
-            running.append(service)
             stack.callback(child_processes.stop, service.guard)
-            await_answer(service, running, patience)
+            await_answer(service, services[:started], patience)
             print(f"{service.name:12} {service.answers or 'started'}   log: {service.log}", flush=True)
         # Each read gives what was added since the one before.
         with open(trainer.log, encoding="utf-8", errors="replace", newline="") as log:

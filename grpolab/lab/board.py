@@ -15,7 +15,6 @@ import json
 import math
 import tempfile
 import tomllib
-from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from pathlib import Path
@@ -107,8 +106,7 @@ async def trained(task: Speedrun, start: Policy, config: GRPOConfig) -> dict:
         "asked": [[f"{g.problem['a']} {g.problem['op']} {g.problem['b']}" for g in groups] for groups in steps]}
 
 
-def speedrun(recipe: str, title: str, *, task: Speedrun = STANDARD, threads: int = 2, tries: int = 1,
-             seeds: Sequence[int] | None = None) -> dict:
+def speedrun(recipe: str, title: str, *, task: Speedrun = STANDARD, threads: int = 2, tries: int = 1) -> dict:
     """The entry of a recipe: the task done with each seed. `tries` is what its author says: how many recipes were tried."""
     config = config_of(recipe)
 
@@ -116,7 +114,7 @@ def speedrun(recipe: str, title: str, *, task: Speedrun = STANDARD, threads: int
         start = await task.start()
         return {"board": FORMAT, "title": title, "tries": tries, "recipe": recipe, "task": task.key,
                 "machine": {name: computed_on(start)[name] for name in MACHINE}, "start": weights_hash(start),
-                "seeds": {str(seed): await trained(task, start, replace(config, seed=seed)) for seed in seeds or task.seeds}}
+                "seeds": {str(seed): await trained(task, start, replace(config, seed=seed)) for seed in task.seeds}}
 
     if threads not in (1, 2):
         raise ValueError(f"the task is for one or two cores, got threads={threads}")
@@ -130,7 +128,7 @@ def summary(entry: dict) -> dict[str, float]:
 
 
 def save(entry: dict, path: str | Path) -> Path:
-    return atomic_write(path, json.dumps(entry, indent=None, ensure_ascii=False) + "\n")
+    return atomic_write(path, json.dumps(entry, ensure_ascii=False) + "\n")
 
 
 def read(path: str | Path) -> dict:
@@ -150,8 +148,6 @@ def read(path: str | Path) -> dict:
             raise ValueError("its recipe cannot give such numbers")
         if not (entry["title"].isprintable() and entry["tries"] > 0):
             raise ValueError("its title is no line of text, or its tries are not positive")
-    except OSError:
-        raise
     except (ValueError, KeyError, AttributeError, TypeError, RecursionError) as error:
         raise ValueError(f"{path} is no entry of the board: {error}") from error
     return entry

@@ -13,7 +13,6 @@ import shutil
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from operator import index
 from typing import Any
 
 import torch
@@ -63,7 +62,7 @@ async def fork(run: Run, step: int, name: str, problems: Sequence[Problem], *, r
 
     A warning says where the rollouts of `step` are not the run's, which no change of its update can cause, and a printed line
     where their rewards are others. ValueError as in `restore`, and for what the run's kind has no use for."""
-    step, threads = index(step), session_at(run, step).get("threads")
+    threads = session_at(run, step).get("threads")
     if threads and threads != torch.get_num_threads():
         warnings.warn(f"the run computed with {threads} torch threads and this fork goes on with {torch.get_num_threads()}: "
                       f"last bits may differ without any change; torch.set_num_threads({threads}) takes the run's",
@@ -84,7 +83,7 @@ async def fork(run: Run, step: int, name: str, problems: Sequence[Problem], *, r
         raise ValueError("the rewards of episodes come from their environment: a run of them is forked with a pool of it, and "
                          "without a reward or watch; other runs have no use for a pool")
     reference = reference or (load_start(run) if config.needs_reference else None)
-    forked = Run(f"fork-{name}", root=run.folder, keep=run.recorder.keep, replay_every=run.replay_every)
+    forked = run.child(f"fork-{name}")
     with forked.held():
         done = await asyncio.to_thread(with_threads, threads, lambda: _prepare(run, forked, state, config, edit, reference))
     if done == config.steps:
@@ -123,8 +122,9 @@ def _prepare(run: Run, forked: Run, state: State, config: GRPOConfig, edit: Edit
         shutil.copytree(run.recorder.folder, forked.recorder.folder)
     forked.recorder.rewind(state.step)
     shutil.copytree(run.replay_states.folder, forked.replay_states.folder)
-    for later in (folder for s, folder in forked.kept().items() if s > state.step):
-        remove_folder(later)
+    for s, folder in forked.kept().items():
+        if s > state.step:
+            remove_folder(folder)
     rows = {row["step"]: row for row in rows_of(run)}
     forked.metrics = [row for s, row in rows.items() if s < state.step]
     done, policy = state.step, state.policy

@@ -217,9 +217,8 @@ def sequence_weights(batch: Batch, cap: float = math.inf) -> Tensor:
     """Leave one out, with the whole rollout's pi / pi_sampler, at most `cap`, on the rewards: exact where no weight is infinite
     and none is capped."""
     weights = losses.sequence_logps(batch.logps.detach() - batch.sampler_logps, batch.mask).exp().clamp(max=cap)
-    weights = weights.view_as(batch.rewards)
-    a = batch.rewards - (batch.rewards.sum(1, keepdim=True) - batch.rewards) / (batch.rewards.shape[1] - 1)
-    return policy_gradient(None, old="policy")(batch._replace(rewards=weights * a))
+    a = adv.advantages(batch.rewards, "leave_one_out")
+    return policy_gradient(None, old="policy")(batch._replace(rewards=weights.view_as(a) * a))
 
 
 FREE = (math.inf, math.inf)  # a clip that clips nothing

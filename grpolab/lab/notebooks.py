@@ -8,7 +8,7 @@ import os
 import shutil
 import time
 from concurrent.futures import ProcessPoolExecutor
-from contextlib import ExitStack
+from contextlib import nullcontext
 from functools import partial
 from multiprocessing import get_context
 from pathlib import Path
@@ -66,8 +66,7 @@ def run_series(numbers: list[str], parameters: dict, *, jobs: int = 1, store: bo
     if jobs > 1:
         os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // jobs)))
     first, rest = in_turn(paths, jobs)
-    with ExitStack() as stack:
-        pool = stack.enter_context(ProcessPoolExecutor(jobs, mp_context=get_context("spawn"))) if jobs > 1 else None
+    with ProcessPoolExecutor(jobs, mp_context=get_context("spawn")) if jobs > 1 else nullcontext() as pool:
         each = pool.map if pool else map
         done = [*each(run, first), *each(run, rest)]
     took, failed = (time.monotonic() - began) / 60, [passed for passed, _ in done].count(False)
@@ -110,20 +109,19 @@ def run_notebook(path: Path, parameters: dict, *, store: bool) -> tuple[bool, fl
     known, home = defaults(path), path.parent.parent
     own = {name: value for name, value in parameters.items() if name in known}
     values = {"model": "tiny", "seed": "0"} | known | own
-    runs = home / "runs" / path.stem
-    output = runs / str(values["model"]).replace("/", "--") / path.name
-    if str(values["seed"]) != "0":
-        output = output.parent / f"seed-{values['seed']}" / path.name
-    output.parent.mkdir(parents=True, exist_ok=True)
+    folder = home / "runs" / path.stem / str(values["model"]).replace("/", "--")
+    own_folder = folder if str(values["seed"]) == "0" else folder / f"seed-{values['seed']}"
+    output = own_folder / path.name
+    own_folder.mkdir(parents=True, exist_ok=True)
     if store:  # what is stored is one whole run, never the end of an interrupted one
-        for checkpoint in output.parent.rglob("checkpoint-*"):
-            if not any(part.startswith("seed-") for part in checkpoint.relative_to(output.parent).parts):  # another run's
+        for checkpoint in own_folder.rglob("checkpoint-*"):
+            if not any(part.startswith("seed-") for part in checkpoint.relative_to(own_folder).parts):  # another run's
                 shutil.rmtree(checkpoint)
     began, source = time.time(), path.read_bytes()
     error = _execute(path, output, own)
     minutes = (time.time() - began) / 60
     # Some notebooks have no folder for each seed. One that runs beside this one with another model is none of ours.
-    places = (folder / "results.json" for folder in (output.parent, runs / str(values["model"]).replace("/", "--")))
+    places = (own_folder / "results.json", folder / "results.json")
     written = next((f for f in places if f.is_file() and f.stat().st_mtime >= began), None)
     results = json.loads(written.read_text()) if written else {}
     verdict, note = "gate passed", f"\n    {error}" if error else ""

@@ -70,7 +70,7 @@ def _axes(ax):
     return ax if ax is not None else plt.subplots()[1]
 
 
-def _below(ax, points: float, columns: int) -> None:
+def _below(ax, columns: int, points: float = 34) -> None:
     """The legend so many points under the axes, however high they are."""
     place = ax.transAxes + ScaledTranslation(0, -points / 72, ax.figure.dpi_scale_trans)
     ax.legend(ncols=columns, loc="upper center", bbox_to_anchor=(0.5, 0), bbox_transform=place)
@@ -99,7 +99,7 @@ def curves(runs: dict[str, pd.DataFrame], column: str, *, title: str, ylabel: st
     ax = _axes(ax)
     for (name, metrics), color in zip(runs.items(), cycle(PALETTE)):
         curve(metrics, column, title=title, ylabel=ylabel, color=color, window=window, legend=name, ax=ax)
-    _below(ax, 34, len(runs))
+    _below(ax, len(runs))
     return ax
 
 
@@ -130,7 +130,7 @@ def group_health(metrics: pd.DataFrame, *, title: str, ax=None):
     ax.set(title=title, xlabel="step", ylabel="share of groups", ylim=(0, 1))
     ax.xaxis.set_major_locator(MaxNLocator(integer=True))
     ax.margins(x=0)
-    _below(ax, 34, 3)
+    _below(ax, 3)
     return ax
 
 
@@ -141,12 +141,12 @@ def rates(table: dict[str, dict[str, object]], *, title: str, xlabel="", ylabel=
     width = 0.8 / len(table)
     room = width / len(categories) * 0.85 * ax.figure.get_figwidth() * 72  # points that a bar has for its label
     written, size = ("{:.1%}", 9) if room > 32 else ("{:.0%}", 8)
-    colors = dict(zip(table, (REFERENCE, *PALETTE))) | (colors or {})
+    colors = dict(zip(table, cycle((REFERENCE, *PALETTE)))) | (colors or {})
     for k, (series, values) in enumerate(table.items()):
         x = [i + (k - (len(table) - 1) / 2) * width for i in range(len(categories))]
-        y = [values[c].value for c in categories]
-        errors = [[max(0.0, values[c].value - values[c].low) for c in categories],
-                  [max(0.0, values[c].high - values[c].value) for c in categories]]
+        bars = [values[c] for c in categories]
+        y = [bar.value for bar in bars]
+        errors = [[bar.value - bar.low for bar in bars], [bar.high - bar.value for bar in bars]]
         ax.bar(x, y, width * 0.92, color=colors[series], yerr=errors, capsize=3, label=series, ecolor="#333333")
         for xi, yi, up in zip(x, y, errors[1]):
             label = written.format(yi) if yi >= 0.005 or yi == 0 else f"{yi:.1%}"  # what is not 0 does not read as 0
@@ -155,7 +155,7 @@ def rates(table: dict[str, dict[str, object]], *, title: str, xlabel="", ylabel=
     ax.set_xticks(range(len(categories)), categories)
     ax.set(title=title, xlabel=xlabel, ylabel=ylabel, ylim=(0, 1.12))
     if len(table) > 1:
-        _below(ax, 34 if xlabel else 18, len(table))
+        _below(ax, len(table), 34 if xlabel else 18)
     return ax
 
 
@@ -174,7 +174,7 @@ def timeline(spans: Sequence, *, title: str, ax=None):
     ax.set(title=title, xlabel="seconds", ylabel="session", yticks=sorted({s.session for s in spans}))
     ax.invert_yaxis()
     ax.grid(False)
-    _below(ax, 34, 4)
+    _below(ax, 4)
     return ax
 
 
@@ -185,7 +185,7 @@ def stacked(bars: dict[str, dict[str, float]], *, title: str, xlabel: str, color
         ax.bar_label(part, fmt=lambda value: f"{value:.3g}" if value else "", label_type="center", color="white", fontsize=9)
     ax.set(title=title, xlabel=xlabel)
     ax.grid(False)
-    _below(ax, 34, len(colors))
+    _below(ax, len(colors))
     return ax
 
 
@@ -195,5 +195,5 @@ def two_sides(metrics: pd.DataFrame, points: pd.DataFrame, *, title: str, ylabel
     for side, color in (("chosen", CHOSEN), ("rejected", REJECTED)):
         curve(metrics, f"logps_{side}", title=title, ylabel=ylabel, color=color, window=window, legend=side, ax=ax)
         ax.plot(points["step"], points[f"logps_{side}"], "o", color=color, markeredgecolor=HELD_OUT, markersize=6, zorder=5)
-    _below(ax, 34, 2)
+    _below(ax, 2)
     return ax

@@ -92,7 +92,6 @@ def replay(run: Run, step: int, group: int | None = None, rollout: int | None = 
 
     The weights are the kept ones or, between two kept steps, those with the recorded updates done again (`restore`). In a run
     that sampled ahead each token is drawn from the weights of its version."""
-    step = index(step)  # numpy's numbers, too
     groups, session = run.recorder.groups(step), session_at(run, step)
     check_seeded(groups, step, session)
     places = select(groups, step, group, rollout)
@@ -183,19 +182,16 @@ def _drawn_ahead(sampler: Sampler, policy: Policy, earlier: Mapping[int, Module]
 def _episode(sampler: Sampler, r: Rollout, params: SamplingParams) -> Rollout:
     """Turn by turn, with the recorded text of the environment between. Two turns of the policy with nothing between them are
     sampled as one."""
-    conversation, context = sampler.conversation(seed=r.seed), list(r.prompt)
-    try:
-        for by_policy, pairs in groupby(zip(r.mask, r.tokens), key=lambda pair: bool(pair[0])):
-            ids = tuple(token for _, token in pairs)
-            if not by_policy:
-                context = list(ids)
-                continue
-            run_sync(conversation.sample(context, replace(params, max_new_tokens=len(ids))))
-            if conversation.turns[-1].tokens != ids:
-                break
-        return conversation.rollout()
-    finally:
-        conversation.close()
+    conversation, context = sampler.conversation(seed=r.seed), r.prompt
+    for by_policy, pairs in groupby(zip(r.mask, r.tokens), key=lambda pair: bool(pair[0])):
+        ids = tuple(token for _, token in pairs)
+        if not by_policy:
+            context = ids
+            continue
+        turn = run_sync(conversation.sample(context, replace(params, max_new_tokens=len(ids))))
+        if turn.tokens != ids:
+            break
+    return conversation.rollout()
 
 
 def difference(r: Rollout, again: Rollout, episode: bool = False) -> str:
@@ -225,11 +221,10 @@ def difference(r: Rollout, again: Rollout, episode: bool = False) -> str:
 def bundle(run: Run, step: int, path: str | Path, *, reference: Policy | None = None) -> Path:
     """One file (zip) with all that `replay_bundle` needs of a step elsewhere: its rollouts with ids and seeds, the policy
     before it, and versions."""
-    step = index(step)
     run.recorder.groups(step)  # raises where the record does not hold it
     state = restore(run, step, reference=reference)
     check_synchronous(state.config, "a bundle")
-    about = {"bundle": BUNDLE, "step": step, "config": asdict(state.config), "session": session_at(run, step),
+    about = {"bundle": BUNDLE, "step": state.step, "config": asdict(state.config), "session": session_at(run, step),
              "notes": list(state.notes), "weights": weights_hash(state.policy)}
     buffer = io.BytesIO()
     with zipfile.ZipFile(buffer, "w", zipfile.ZIP_DEFLATED) as file, tempfile.TemporaryDirectory() as folder:

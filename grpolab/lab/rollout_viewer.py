@@ -57,7 +57,7 @@ def browse(run: Run, path: str | Path | None = None, *, steps: Iterable[int] | N
     `now`, a number of steps done, adds how much more or less probable each token is to the policy after them. `compare` shows
     the greedy answers after two numbers of steps, with the difference marked. Where not all fit into BIGGEST bytes, every
     second group is shown, or every third, ..., and the page says so; of a very long rollout it holds the beginning."""
-    lines = list(run.recorder.lines(None if steps is None else set(steps)))
+    lines = list(run.recorder.lines(steps))
     if not lines:
         raise ValueError(f"{run.shown(run.folder)} has no recorded rollouts of these steps: grpo and "
                          "multi_turn_grpo leave them, unless keep='none'")

@@ -27,7 +27,7 @@ from grpolab.tool_calls import END_OF_CALL, check_json, loads
 SECONDS = 0.25  # of a check, which holds up the service's other answers
 REQUEST_SECONDS, EARNED = 1.0, 0.01  # of all the checks of a request together, and what each adds to them
 WHITESPACE = r"( |\n {0,16})?"  # between two parts of JSON
-CLOSING = "}\n" + END_OF_CALL
+OPENING, CLOSING = '<tool_call>\n{"name": "', "}\n" + END_OF_CALL  # of a call in the form of Hermes
 MOST_CHARACTERS, MOST_OBJECTS = 64 * 2**10, 500  # of a schema, which is itself checked once, a millisecond an object
 
 _until: ContextVar[float] = ContextVar("until")
@@ -137,10 +137,10 @@ def _json_rule(schema: Any) -> str:
     return "%json " + json.dumps(schema | {"x-guidance": {"whitespace_pattern": WHITESPACE, "coerce_one_of": True}})
 
 
-def grammar(answer: AnswerFormat | None, tools: Sequence[dict], opening: str, begun: bool, named: bool, most_calls: int) -> str:
+def grammar(answer: AnswerFormat | None, tools: Sequence[dict], begun: bool, named: bool, most_calls: int) -> str:
     """What the rest of a turn may be, in llguidance's form of Lark: an answer in its format, or calls of the tools in the form
-    of Hermes, each after `opening`. `begun` says that the first one's opening is there, and `named` that its name and what
-    stands before its arguments is there too. ValueError for parameters that cannot be checked."""
+    of Hermes. `begun` says that the first one's OPENING is there, and `named` that its name and what stands before its
+    arguments is there too. ValueError for parameters that cannot be checked."""
     functions = [tool["function"] for tool in tools]
     schemas = [json.dumps(function["parameters"]) for function in functions]
     _check_size("".join(schemas))
@@ -150,7 +150,7 @@ def grammar(answer: AnswerFormat | None, tools: Sequence[dict], opening: str, be
                   f"""named{i}: {json.dumps(f'{function["name"]}", "arguments": ')} rest{i}"""]
     if functions:
         any_of = " | ".join(f"named{i}" for i in range(len(functions)))
-        rules += [f"named: {any_of}", f"call: {json.dumps(opening)} named"]
+        rules += [f"named: {any_of}", f"call: {json.dumps(OPENING)} named"]
     first = "call" if not begun else "rest0" if named else "named"
     calls = [f"{first} call{{0,{most_calls - 1}}}" if most_calls > 1 else first] if functions else []
     start = calls if begun else ["answer", *calls]

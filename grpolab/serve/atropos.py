@@ -181,8 +181,9 @@ def advantages_of(items: Sequence[dict], groups: Sequence[Group], config: GRPOCo
                 raise ValueError(f"an environment sent {len(row)} advantages for {len(items[b]['tokens'][g])} tokens, or some "
                                  "that are no numbers")
             a[b, g, :n] = torch.tensor(row[len(row) - n :])
-        for g in (g for g, none in enumerate(zeros) if none):
-            a[b, g] = 0.0
+        for g, none in enumerate(zeros):
+            if none:
+                a[b, g] = 0.0
     return a
 
 

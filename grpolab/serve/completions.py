@@ -14,7 +14,7 @@ from starlette.responses import JSONResponse
 
 from grpolab.chat import call_form, tokenising
 from grpolab.decode.constraint import compiling
-from grpolab.decode.requests import Prefix, Request
+from grpolab.decode.requests import Request
 from grpolab.decode.sampling import SamplingParams
 from grpolab.models.load import Policy
 from grpolab.rollouts import Rollout
@@ -46,13 +46,13 @@ class CompletionResponse:
         service, request = self.service, self.request
         if service.stopping:
             raise Refused(503, "the service is shutting down")
-        self.prompts, scored = await self._tokenised(), isinstance(request, TextRequest) and request.echo
+        self.prompts = await self._tokenised()
         if self.constrained:
             await self._constrain()
         most = self._most_tokens()
         rows = len(self.prompts) * request.n
         await service.admit(rows)
-        if scored:
+        if isinstance(request, TextRequest) and request.echo:
             return await JSONResponse(await self._scored())(scope, receive, send)
         self.params = replace(self.params, max_new_tokens=most)
         events = self._submit()
@@ -139,7 +139,7 @@ class CompletionResponse:
         if self.recorded:
             raise Refused(400, "a session records what is sampled: ask for a prompt's log-probs outside of it", "echo")
         self.service.counts["requests"] += 1
-        sequences, policy = [tuple(p.ids) for p in self.prompts], self.policy
+        sequences, policy = [p.ids for p in self.prompts], self.policy
         vocab = len(policy.model.get_input_embeddings().weight)
         if wrong := next((t for ids in sequences for t in ids if t >= vocab), None):
             raise Refused(400, f"the prompt holds token id {wrong}, outside the vocabulary 0..{vocab - 1}", "prompt")
@@ -175,7 +175,7 @@ class CompletionResponse:
 
         # Of a session's single answer the keys and values of the turn before are used, and its own are kept.
         one = self.recorded and len(self.prompts) == self.request.n == 1
-        prefix: Prefix | None = service.sessions.caches.after(self.prompts[0].parent) if one else None
+        prefix = service.sessions.caches.after(self.prompts[0].parent) if one else None
         listener = put if self.request.stream else None
         try:
             self.job = service.sampler.submit([p.ids for p in self.prompts], group_size=self.request.n, params=self.params,
@@ -270,8 +270,7 @@ class CompletionResponse:
     async def _chunks(self, events: asyncio.Queue) -> AsyncIterator[dict]:
         """A chunk for what is new of a choice, at last the usage if it is wanted; an error where there is one."""
         request, version = self.request, self.policy.version
-        texts = [StreamedText(self.policy, self.params.stop_strings, self.params.stop_ids)
-                 for _ in range(len(self.prompts) * request.n)]
+        texts = [StreamedText(self.policy, self.params) for _ in range(len(self.prompts) * request.n)]
         try:
             while event := await events.get():
                 i, g, new, *logps = event
@@ -281,7 +280,8 @@ class CompletionResponse:
                     turn, error = await self._read(text.end(new), new)
                     self._record(i, new, turn)
                     delta = request.delta(turn.content[text.sent :], text.first, turn.calls)
-                    chunk = openai_schema.choice(request, index, delta, (), (), (), 0, new, prompt, turn, error)
+                    chunk = openai_schema.choice(request, index, delta, rollout=new, prompt=prompt, turn=turn,
+                                                 format_error=error)
                 else:
                     content, pieces = request.call_prefix + text.add(new), self._pieces(new)
                     end = certain(content, self.form) if request.calls else len(content)
@@ -310,7 +310,7 @@ async def _disconnected(receive) -> None:
 # --- the text that a caller reads -------------------------------------------------------------------------------------
 
 
-def text_of(policy: Policy, rollout: Rollout, stops: Sequence[str] = ()) -> str:
+def text_of(policy: Policy, rollout: Rollout, stops: Sequence[str]) -> str:
     """The text of a finished rollout: without the end token, and up to the stop that ended it."""
     text = policy.decode(rollout.tokens[:-1] if rollout.finish_reason == "stop_id" else rollout.tokens)
     return text[: _stop_in(text, stops)] if rollout.finish_reason == "stop_string" else text
@@ -320,8 +320,8 @@ class StreamedText:
     """The text of a rollout while it grows, without what may still become a character or a stop. It is decoded as a whole each
     time (0.1 ms for 1000 tokens), since what a token says may depend on those before."""
 
-    def __init__(self, policy: Policy, stops: Sequence[str] = (), stop_ids: Sequence[int] = ()):
-        self.policy, self.stops, self.stop_ids = policy, tuple(stops), frozenset(stop_ids)
+    def __init__(self, policy: Policy, params: SamplingParams):
+        self.policy, self.stops, self.stop_ids = policy, params.stop_strings, frozenset(params.stop_ids)
         self.first, self.sent, self.offset = True, 0, 0  # whether nothing was sent, else its characters, those of its tokens
         self._text = ""
         self._tokens: list[int] = []

@@ -18,15 +18,7 @@ from pydantic import BeforeValidator, Field, model_validator
 
 from grpolab.rollouts import Rollout
 from grpolab.serve.completions import CompletionResponse
-from grpolab.serve.openai_schema import (
-    COMPLETION_TOKENS,
-    ENDED,
-    PromptText,
-    TextRequest,
-    fingerprint,
-    of_the_sampled_token,
-    one_or_several,
-)
+from grpolab.serve.openai_schema import COMPLETION_TOKENS, ENDED, PromptText, TextRequest, fingerprint, one_or_several
 from grpolab.tool_calls import ParsedTurn
 
 
@@ -42,10 +34,16 @@ def _one_prompt(value: Any) -> Any:
     return one_or_several(value)
 
 
+def _of_the_sampled_token(logprobs: Any) -> bool:
+    if logprobs is not True and (logprobs is False or logprobs != 0):
+        raise ValueError("this service gives the log-prob of the sampled token alone; send logprobs=0")
+    return True
+
+
 class GenerateRequest(TextRequest):
     model: str = ""  # there is one, with the weights that it has now
     prompt: Annotated[list[PromptText], BeforeValidator(_one_prompt)] = Field(min_length=1, max_length=1)
-    logprobs: Annotated[bool, BeforeValidator(lambda wanted: wanted is True or of_the_sampled_token(wanted))] = True
+    logprobs: Annotated[bool, BeforeValidator(_of_the_sampled_token)] = True
 
     @model_validator(mode="after")
     def whole(self) -> GenerateRequest:
@@ -65,5 +63,5 @@ class GenerateResponse(CompletionResponse):
             "text": [turn.content for turn, _ in read], "prompt": self.policy.tokenizer.decode(self.prompts[0].ids),
             "finish_reasons": ["stop" if r.finish_reason in ENDED else "length" for r in rollouts],
             "logprobs": [[[{token: logp}] for token, logp in zip(r.tokens, r.logps)] for r in rollouts],
-            "prompt_token_ids": list(self.prompts[0].ids), "token_ids": [r.tokens for r in rollouts],
+            "prompt_token_ids": self.prompts[0].ids, "token_ids": [r.tokens for r in rollouts],
             "system_fingerprint": fingerprint(min(r.policy_version for r in rollouts), self.service.mark)}

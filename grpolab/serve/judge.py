@@ -9,6 +9,7 @@ import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
+from weakref import WeakKeyDictionary
 
 from grpolab.files import append
 from grpolab.rollouts import Rollout
@@ -56,6 +57,7 @@ class Judge:
         self.model, self.scale, self.question, self.at_once, self.max_tokens = model, scale, question, at_once, max_tokens
         self.cache, self.asked, self.__name__ = cache and Path(cache), 0, f"judge {model}"
         self._replies: dict[str, str] = {}
+        self._free: WeakKeyDictionary = WeakKeyDictionary()  # event loop -> its requests, of all batches together
         if self.cache:
             self.cache.parent.mkdir(parents=True, exist_ok=True)
             self.cache.touch()
@@ -68,7 +70,7 @@ class Judge:
 
     async def batch(self, texts: Sequence[str], rows: Sequence[Any], rollouts: Sequence[Rollout]) -> list[Any]:
         """A number, None or an error for each."""
-        free = asyncio.Semaphore(self.at_once)
+        free = self._free.setdefault(asyncio.get_running_loop(), asyncio.Semaphore(self.at_once))
         questions = [self.question(text, row, *self.scale) for text, row in zip(texts, rows)]
 
         async def ask(question: str) -> float | None:

@@ -103,7 +103,7 @@ def attach(path: Path, policy: Policy, mark: str) -> int:
     as it was, for another model's or another trainer's, and for a policy on a GPU."""
     _refuse_gpu(policy)
     size = path.stat().st_size
-    state = torch.from_file(str(path), shared=True, size=32, dtype=torch.uint8).view(torch.int64) if size >= HEADER else None
+    state = torch.from_file(str(path), shared=True, size=4, dtype=torch.int64) if size >= HEADER else None
     if state is None or (size, int(state[FORM])) != (_size(policy.model), _form(policy.model)):
         raise ValueError(f"{path} holds another model than {policy.name!r}, or no mapped weights")
     if f"{int(state[MARK]):08x}" != mark:

@@ -25,10 +25,9 @@ from pydantic import (
 
 from grpolab.decode.sampling import SamplingParams
 from grpolab.rollouts import Rollout
-from grpolab.serve.answer_format import answer_check, grammar
+from grpolab.serve.answer_format import OPENING, answer_check, grammar
 from grpolab.tool_calls import MAX_CALLS, ParsedTurn, ToolCall, tools_of
 
-OPENING = '<tool_call>\n{"name": "'  # of a call in the form of Hermes
 COMPLETION_TOKENS = 16  # of /v1/completions where the request says nothing, as OpenAI's
 ENDED = ("eos", "stop_id", "stop_string")  # finish reasons that OpenAI calls "stop"; the others are "length"
 
@@ -61,12 +60,6 @@ def one_or_several(value: Any) -> Any:
     """A single text or list of token ids as a list of one."""
     single = isinstance(value, str) or isinstance(value, list) and value and type(value[0]) is int
     return [value] if single else value
-
-
-def of_the_sampled_token(logprobs: Any) -> bool:
-    if logprobs != 0 or isinstance(logprobs, bool):
-        raise ValueError("this service gives the log-prob of the sampled token alone; send logprobs=0")
-    return True
 
 
 def at_each_place(logprobs: Any) -> int:
@@ -203,8 +196,8 @@ class ChatRequest(CompletionRequest):
         """What an answer may be after `call_prefix`, where that or `response_format` asks for something."""
         chosen = isinstance(self.tool_choice, NamedTool) and self.tool_choice.function.name
         tools = [tool for tool in self.tools if chosen in (False, tool["function"]["name"])] if self.calls else []
-        return grammar(self.response_format, tools, OPENING, bool(self.call_prefix), bool(chosen),
-                       MAX_CALLS if self.parallel_tool_calls else 1)
+        most_calls = MAX_CALLS if self.parallel_tool_calls else 1
+        return grammar(self.response_format, tools, bool(self.call_prefix), bool(chosen), most_calls)
 
     def content(self, turn: ParsedTurn) -> dict:
         calls = [_as_openai(call) for call in turn.calls]
@@ -297,13 +290,12 @@ def fingerprint(version: int, mark: str) -> str:
 
 def sampled_as(rollout: Rollout) -> dict:
     """What is known of a rollout beside its tokens: this service's own field of a choice, with `return_token_ids`."""
-    return {"finish_reason": rollout.finish_reason, "seed": rollout.seed, "policy_version": rollout.policy_version,
-            "logps": list(rollout.logps), "raw_logps": list(rollout.raw_logps), "kept_mass": list(rollout.kept_mass),
-            "versions": list(rollout.versions)}
+    names = ("finish_reason", "seed", "policy_version", "logps", "raw_logps", "kept_mass", "versions")
+    return {name: getattr(rollout, name) for name in names}
 
 
-def choice(request: CompletionRequest, index: int, content: dict, tokens: Sequence[int], logps: Sequence[float],
-           pieces: Sequence[str], offset: int = 0, rollout: Rollout | None = None, prompt: Sequence[int] = (),
+def choice(request: CompletionRequest, index: int, content: dict, tokens: Sequence[int] = (), logps: Sequence[float] = (),
+           pieces: Sequence[str] = (), offset: int = 0, rollout: Rollout | None = None, prompt: Sequence[int] = (),
            turn: ParsedTurn | None = None, format_error: str | None = None) -> dict:
     """A choice of an answer or of a chunk: its text (`content`), its new tokens with their own texts (`pieces`, from character
     `offset` on; none where log-probs are not wanted), and once it is finished its rollout, read for calls as `turn`, and

@@ -48,7 +48,6 @@ from grpolab.serve.openai_schema import (
     unknown_model,
     validated,
 )
-from grpolab.serve.sessions import Session
 from grpolab.serve.state import Service, ServiceOptions
 from grpolab.serve.weight_sync import read_weights
 
@@ -96,13 +95,13 @@ async def generate(request: Request) -> GenerateResponse:
 
 
 async def models(request: Request):
-    cards, name = request.app.state.service.model_cards(), request.path_params.get("model")
+    cards = {card["id"]: card for card in request.app.state.service.model_cards()}
+    name = request.path_params.get("model")
     if name is None:
-        return JSONResponse({"object": "list", "data": cards})
-    card = next((card for card in cards if card["id"] == name), None)
-    if card is None:
-        raise unknown_model(name, [card["id"] for card in cards])
-    return JSONResponse(card)
+        return JSONResponse({"object": "list", "data": list(cards.values())})
+    if name not in cards:
+        raise unknown_model(name, list(cards))
+    return JSONResponse(cards[name])
 
 
 async def health(_):
@@ -128,7 +127,7 @@ async def list_sessions(request: Request):
 async def session(request: Request):
     """What was sampled in a session; DELETE collects it."""
     sessions, id = request.app.state.service.sessions, request.path_params["session"]
-    session: Session = sessions.end(id) if request.method == "DELETE" else sessions.get(id)
+    session = sessions.end(id) if request.method == "DELETE" else sessions.get(id)
     rollouts = [{"prompt": r.prompt, "tokens": r.tokens, "mask": r.mask, **sampled_as(r)} for r in session.rollouts()]
     return JSONResponse({"id": id, "turns": len(session.turns), "cancelled": session.cancelled, "rollouts": rollouts})
 
@@ -137,15 +136,15 @@ async def load_weights(request: Request):
     service, wanted = request.app.state.service, await read(request, NewWeights)
     if service.options.weights is None:
         raise Refused(404, "this service loads no weights: start it with weights=FILE, or --weights FILE")
+    path, policy = Path(service.options.weights), service.policy
 
     def load() -> int:
         if wanted.mapped:
-            service.policy.version = attach(Path(service.options.weights), service.policy, wanted.mark)
-            service.mark = wanted.mark
-            return service.policy.version
-        detach(service.policy)
-        service.policy.version, service.mark = read_weights(Path(service.options.weights), service.policy.model, wanted.mark)
-        return service.policy.version
+            policy.version, service.mark = attach(path, policy, wanted.mark), wanted.mark
+        else:
+            detach(policy)
+            policy.version, service.mark = read_weights(path, policy.model, wanted.mark)
+        return policy.version
 
     return JSONResponse({"policy_version": await service.between_completions(load)})
 
@@ -180,15 +179,13 @@ async def refuse(request: Request, refused: Refused):
 
 
 async def refuse_route(request: Request, error: HTTPException):
-    path = request.url.path[:80]
     there = "/v1/chat/completions, /v1/completions, /v1/models and /generate"
-    message = f"{request.method} {path}: {error.detail}; there are {there}"
+    message = f"{request.method} {request.url.path[:80]}: {error.detail}; there are {there}"
     return await refuse(request, Refused(error.status_code, message))
 
 
 async def fail(request: Request, error: Exception):
-    request.app.state.service.counts["failed"] += 1
-    return JSONResponse(Refused(500, f"the service failed: {type(error).__name__}: {error}").body, 500)
+    return await refuse(request, Refused(500, f"the service failed: {type(error).__name__}: {error}"))
 
 
 def application(service: Service):

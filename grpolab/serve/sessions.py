@@ -80,7 +80,6 @@ class Session:
         self._lock = threading.Lock()
 
     def next_seed(self) -> int:
-        """The seed of the next request."""
         with self._lock:
             self._requests += 1
             return fold_seed(self.seed, self._requests)

@@ -119,20 +119,18 @@ class Service:
         Returns their version. Refused for weights that do not fit."""
 
         def unless_busy() -> int | None:  # in the worker's thread, where nothing begins or ends meanwhile
-            return None if self.sampler.busy else load()
+            try:
+                return None if self.sampler.busy else load()
+            except (OSError, ValueError, ImportError) as error:
+                raise Refused(409, str(error)) from error
 
         async with self._loading:
             until = time.monotonic() + DRAIN_ROWS
-            try:
-                while self.rows or (version := await self.sampler.run(unless_busy)) is None:
-                    if time.monotonic() > until:
-                        raise Refused(503, f"completions still run after {DRAIN_ROWS:.0f} s; the weights are as they were")
-                    await asyncio.sleep(0.002)
-                return version
-            except Refused:
-                raise
-            except (OSError, ValueError, ImportError) as error:
-                raise Refused(409, str(error)) from error
+            while self.rows or (version := await self.sampler.run(unless_busy)) is None:
+                if time.monotonic() > until:
+                    raise Refused(503, f"completions still run after {DRAIN_ROWS:.0f} s; the weights are as they were")
+                await asyncio.sleep(0.002)
+            return version
 
     def stop(self) -> None:
         """Refuse newcomers and end what is being sampled."""

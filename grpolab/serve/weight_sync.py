@@ -119,10 +119,9 @@ class SharedFile:
         return version, mark, None
 
     def close(self) -> None:
-        with self._lock:
-            with suppress(FileNotFoundError, SafetensorError):
-                if self._mark and _state(self.path)[1] == self._mark:  # not another trainer's
-                    self.path.unlink()
+        with self._lock, suppress(FileNotFoundError, SafetensorError):
+            if self._mark and _state(self.path)[1] == self._mark:  # not another trainer's
+                self.path.unlink()
 
     def _write(self, policy: Policy) -> tuple[int, str]:
         with self._lock, policy.lock:
