@@ -52,6 +52,7 @@ def main(argv: list[str] | None = None) -> int:
     if "" not in sys.path:  # modules of the current folder, which `python -m` finds and a console script does not
         sys.path.insert(0, "")
     try:
+        refuse_empty(arguments)
         if name == "train":
             from grpolab.cli.recipe import read
 
@@ -78,6 +79,14 @@ def main(argv: list[str] | None = None) -> int:
         resume = "; the same command continues from what is kept" if name in ("run", "train", "up", "pairs", *TRAINING) else ""
         print(f"grpolab {name}: interrupted{resume}", file=sys.stderr)
         return 130
+
+
+def refuse_empty(arguments: list[str]) -> None:
+    """UsageError for a value without a character, as a variable of the shell that is not set leaves it."""
+    for before, argument in zip(["the command's name", *arguments], arguments):
+        if not argument or argument.startswith("--") and argument.partition("=")[1:] == ("=", ""):
+            raise UsageError(f"{argument or before} is followed by '', no value (a shell variable that is not set?): give one, "
+                             "or leave the option out")
 
 
 def raised_by_us(error: Exception) -> bool:

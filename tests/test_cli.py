@@ -69,6 +69,8 @@ def test_eval_takes_rows_of_a_file(tmp_path, capsys):
 def test_data_takes_the_place_of_problems_alone(tmp_path, capsys):
     asked = ["data", "--train", "5", "--eval", "3", "--out", str(tmp_path)]
     assert main(asked) == 0 and main([*asked, "--seed", "2"]) == 0
+    empty = [*asked[:3], "--eval", "0", "--out", str(tmp_path / "empty")]
+    assert main(empty) == 0 == main(empty)
     problems = (tmp_path / "train.jsonl").read_text()
     (tmp_path / "eval.jsonl").write_text('{"prompt": "mine"}\n')
     assert main(asked) == 2 and "eval.jsonl holds other rows" in capsys.readouterr().err
@@ -94,6 +96,21 @@ def test_scout_puts_the_tasks_first_of_which_groups_differ(tmp_path, capsys):
     assert Path(files[1]).read_text() == rows
     assert main(["scout", "tiny", files[1], "--samples", "1"]) == 2 and "at least 2" in capsys.readouterr().err
     assert main(["scout", "./no/model", files[1]]) == 1 and "answer" in capsys.readouterr().err
+    assert main(["scout", "tiny", files[0], *rewarded]) == 1  # nothing was sampled
+
+
+@pytest.mark.parametrize("arguments, says", [
+    (["scout"], "name tasks"), (["scout", "arithmetic", "--reward", "x.py:f"], "--reward x.py:f is of rows in files"),
+    (["scout", "rows.jsonl", "--ops", "+"], "--ops + is of the task arithmetic"),
+    (["scout", "arithmetic", "--save", "."], "--save . is a folder"), (["eval", "--reward", ""], "--reward is followed by ''"),
+    (["eval", "--tasks", "rows.jsonl", "--questions", "9"], "--questions 9 is of arithmetic"),
+    (["eval", "--fixed-prompts", "english", "--max-new-tokens", "9"], "--max-new-tokens 9 is not read with --fixed-prompts"),
+    (["speedrun", "--tries", "0"], "--tries 0: at least 1"), (["eval", ""], "tiny is followed by ''"),
+])
+def test_what_would_do_nothing_is_refused(monkeypatch, capsys, arguments, says):
+    for module in ("eval", "scout"):
+        monkeypatch.setattr(f"grpolab.cli.{module}.load_policy", None)
+    assert main([arguments[0], "tiny", *arguments[1:]]) == 2 and says in capsys.readouterr().err
 
 
 def test_two_files_of_one_name_are_two_tasks(tmp_path):
@@ -203,7 +220,8 @@ def test_pairs_by_a_reward_are_written_gone_on_with_and_read_by_dpo_and_reward(t
 
 
 @pytest.mark.parametrize(("options", "status", "says"), [
-    (["--samples", "1"], 2, "--samples is at least 2"), (["--judge", "http://x"], 2, "with --judge-model NAME"),
+    (["--samples", "1"], 2, "--samples is at least 2"), (["--margin", "nan"], 2, "and nan"), (["--judge="], 2, "--judge= is"),
+    (["--judge", "http://x"], 2, "with --judge-model NAME"),
     pytest.param(["--judge", "http://127.0.0.1:1", "--judge-model", "big", "--max-new-tokens", "2"], 1,
                  "the judge: http://127.0.0.1:1", marks=pytest.mark.skipif(not SERVES, reason="needs grpolab[serve]")),
     ([], 1, "has no 'answer'"), (["--reward", "grpolab.chat_rules:RULES"], 1, "is no function"),

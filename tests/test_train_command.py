@@ -119,6 +119,12 @@ def test_a_reward_is_a_function_of_a_file(tmp_path):
     (tmp_path / "own_rewards.py").write_text(
         "from grpolab.train import Several\n\nboth = Several({'one': (lambda text, row, rollout: 1.0, 1.0)})\n")
     assert command("grpo", "--reward", f"{tmp_path}/own_rewards.py:both").rewarded.rewards
+    for name, text, why in (("syntax", "def one(:", "SyntaxE"), ("fault", "{}['no']", "KeyE"), ("end", "exit()", "Exit")):
+        (tmp_path / f"{name}.py").write_text(text)
+        with pytest.raises(ValueError, match=f"--reward .*{name}.py:one cannot be imported: .*{why}"):
+            load_object(f"{tmp_path}/{name}.py:one", "--reward")
+    with pytest.raises(ValueError, match="is module:function or file.py:function, got '.x:one'"):
+        load_object(".x:one", "--reward")
     with pytest.raises(ValueError, match="there is no file"):
         load_object(f"{tmp_path}/other.py:one", "--reward")
     tools = tmp_path / "tools.py"
@@ -199,7 +205,7 @@ def test_grpo_takes_rows_and_a_reward_of_ones_own_and_is_selected_by_it(tmp_path
     (["--held-out", "3"], "add it, or leave --held-out"),
     (["--held-out", "3", "--held-out-data", "x.jsonl", "--select-every", "5"], "not both"),
     (["--select-every", "-1"], "start at 0"),
-    (["--held-out", "3", "--data", "rows.jsonl", "--select-every", "5"], "give --held-out-data"),
+    (["--held-out", "3", "--data", "rows.jsonl", "--select-every", "5"], "--held-out 3 makes .*give --held-out-data"),
     (["--held-out", "5000", "--ops", "+", "--max-operand", "9", "--select-every", "5"], "key space"),
     (["--data", "rows.jsonl", "--held-out-data", "rows2.jsonl", "--select-every", "2"], "rows2.jsonl, row 1.*no number"),
 ])
@@ -209,6 +215,12 @@ def test_what_cannot_be_held_out_is_refused(tmp_path, monkeypatch, capsys, flags
     (tmp_path / "rows2.jsonl").write_text('{"prompt": "a", "answer": "x"}')
     assert main(["grpo", "tiny", *flags]) == (1 if "5000" in flags or "rows2.jsonl" in flags else 2)
     assert re.search(says, capsys.readouterr().err) and not (tmp_path / "runs").exists()
+
+
+def test_held_out_rows_of_which_sft_would_measure_nothing_are_refused(tmp_path, capsys):
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "a", "answer": 1}')
+    assert main(["sft", "./no/such/model", "--held-out-data", str(tmp_path / "rows.jsonl")]) == 2
+    assert "show no completion whose loss could be measured: add --select-every N" in capsys.readouterr().err
 
 
 def test_a_start_without_reward_says_that_demonstrations_come_first(tmp_path, monkeypatch, capsys):
@@ -242,8 +254,8 @@ def train(path, *overrides):
 
 def test_what_print_config_prints_is_the_same_training(tmp_path, capsys):
     flags = ["--clip-eps", "0.1", "0.3", "--ops", "+-", "--max-logp-diff", "none", "--max-grad-norm", "inf", "--exact",
-             "--report-to", "wandb", "tensorboard", "--data", "r\u00f6ws \U0001f600\x7f.jsonl", "--lora-target", "q_proj",
-             "--fixed-prompts", "english", "--select-every", "5"]
+             "--report-to", "wandb", "tensorboard", "--held-out-data", "r\u00f6ws \U0001f600\x7f.jsonl", "--lora-rank", "2",
+             "--lora-target", "q_proj", "--fixed-prompts", "english", "--select-every", "5"]
     assert main(["grpo", "tiny", *flags, "--print-config"]) == 0
     path = recipe_file(tmp_path, capsys.readouterr().out)
     assert train(path) == command("grpo", *flags)
@@ -265,7 +277,8 @@ def test_the_command_line_wins_over_the_file(tmp_path):
     ('method = "grpo"\nmodel = "tiny"\nmodel-name = "smollm2-135m"', "model and model-name are one option"),
     ('method = "grpo"\nmodel = "tiny"\nwandb = true\nreport-to = ["trackio"]', "report-to and wandb are one option"),
     ('method = "ppo"\nmodel = "tiny"', "'ppo'"), ('method = "sft"\nmodel = "tiny"\n[sft]\nsteps = 3', "sft is {'steps': 3}"),
-    ('method = "sft"\nmodel = "tiny"\nlora_dropout = 0.1', "--lora-rank"),
+    ('method = "sft"\nmodel = "tiny"\nlora_dropout = 0.1', "--lora-rank"), ("a = " + "[" * 5000, "is no TOML: maximum rec"),
+    ('method = "grpo"\nmodel = "tiny"\nenv = ""', "env is '': an option is a text that is not empty"),
     ('method = "sft"\nmodel = "tiny"\nstepz = 3', "--steps"), ('method = "sft"\nmodel = "tiny"\nsteps = "x"', "--steps"),
 ])
 def test_a_file_that_is_no_recipe_is_refused_before_anything_is_loaded(tmp_path, monkeypatch, capsys, text, says):
@@ -348,7 +361,9 @@ def test_a_recipe_in_yaml_is_the_one_in_toml(tmp_path, capsys):
     assert found == {"method": "grpo", "model": "tiny", "lr": 1e-3, "clip_eps": [0.1, 0.3], "steps": 9, "report_to": ["wandb"],
                      "kl_kind": "k3"}
     for text, says in (("- steps", "no options"), ("a: b: c", "is no YAML"), ("3: 4", "no options"),
-                       ("lr: 1.0\nlr: 2.0", "lr stands there twice"), ("method: grpo\nmodel: a\nbf16: true", "--bf16")):
+                       ("lr: 1.0\nlr: 2.0", "lr stands there twice"),
+                       ("name: 2024-13-45", "run.yaml is no YAML: month"), ("name: !!timestamp x", "run.yaml is no YAML"),
+                       ("method: grpo\nmodel: a\nbf16: true", "--bf16")):
         path.write_text(text)
         assert main(["train", str(path)]) == 2 and says in capsys.readouterr().err
 
@@ -582,10 +597,10 @@ async def test_one_interrupt_lets_the_step_end_and_a_second_ends_the_process(cap
 
 # --- where rollouts come from -----------------------------------------------------------------------------------------
 
-EPISODES = [*SHORT, "--pool-size", "4", "--max-turns", "2", "--max-total-tokens", "64"]
+EPISODES = [*SHORT[:8], "--pool-size", "4", "--max-turns", "2", "--max-total-tokens", "64"]
 
 
-@pytest.mark.parametrize("flags", [["--env", "calculator", "--held-out", "3", "--select-every", "3"],
+@pytest.mark.parametrize("flags", [["--env", "calculator", "--held-out", "3", "--select-every", "3", *SHORT[8:]],
                                    pytest.param(["--env", "guess"], marks=pytest.mark.full),
                                    ["--env", "own_env:Echo", "--data", "words.jsonl", "--curriculum", "level"]])
 def test_episodes_in_an_environment(tmp_path, monkeypatch, capsys, flags):
@@ -640,6 +655,7 @@ def test_an_environment_that_draws_its_own_questions_is_measured_on_held_out_tas
     asked = ["grpo", "tiny", *EPISODES, "--env", "guess", "--select-every", "3", "--held-out-data"]
     assert main([*asked, "none.jsonl"]) == 1 and "none.jsonl" in capsys.readouterr().err
     assert main([*asked, "held.jsonl"]) == 0
+    assert main([*asked, "held.jsonl", "--data", "held.jsonl", "--name", "tasks"]) == 0  # whose rows have no answers
     assert pd.read_csv(tmp_path / "runs/cli_grpo/tiny/measured.csv")["score"].notna().tolist() == [True, True]
 
 
@@ -650,7 +666,7 @@ def test_tools_and_agents(tmp_path, monkeypatch, capsys, flags):
     (tmp_path / "rows.jsonl").write_text('{"prompt": "Where is Ann?"}\n{"prompt": "Where is Bob?"}\n')
     monkeypatch.chdir(tmp_path)
     more = ["--max-total-tokens", "400", "--data", "rows.jsonl"]
-    assert main(["grpo", "tiny", *EPISODES, *more, *flags]) == 0
+    assert main(["grpo", "tiny", *(EPISODES if "--tools" in flags else SHORT[:8]), *more, *flags]) == 0
     assert "step 3/3  reward" in capsys.readouterr().out
 
 
@@ -685,22 +701,40 @@ def test_a_server_that_is_not_there_is_named_before_the_first_step(tmp_path, mon
 
 @pytest.mark.parametrize("flags, says", [
     (["--env", "calculator", "--agent", "x.py:f"], "one of them"), (["--tools", "x.py:f"], "needs --reward"),
-    (["--env", "calculator", "--reward", "x.py:f"], "comes from there"), (["--action-format", "x:y"], "is of --env"),
-    (["--atropos-url", "http://127.0.0.1:1", "--curriculum", "level"], "choose their tasks"),
+    (["--env", "calculator", "--reward", "x.py:f"], "not of --env"), (["--action-format", "x:y"], "is of --env"),
     (["--server-url", "http://h", "--weight-bridge", "shared"], "without --bridge-path"),
     (["--server-url", "http://h", "--weight-bridge", "lora_only", "--bridge-path", "x"], "add --lora-rank"),
     (["--server-url", "http://h", "--weight-bridge", "shared", "--bridge-path", "x", "--env", "calculator"], "prompts"),
     (["--tools", "x.py:f", "--reward", "x.py:r", "--action-format", "x:y"], "is of --env"),
-    (["--env", "guess", "--select-every", "2", "--held-out", "3"], "with --held-out-data"),
-    (["--agent", "x.py:f", "--select-every", "2", "--held-out", "3"], "alone"), (["--keep-last", "0"], "at least one"),
+    (["--env", "guess", "--select-every", "2", "--held-out", "3"], "give --held-out-data"),
+    (["--agent", "x.py:f", "--select-every", "2", "--held-out", "3"], "not of --agent"), (["--keep-last", "0"], "at least 1"),
+    *[(["--atropos-url", "http://127.0.0.1:1", *option], f"{' '.join(option)} is of") for option in (
+        ["--data", "x.jsonl"], ["--refills", "3"], ["--problems", "7"], ["--max-turns", "9"],
+        ["--pool-size", "9"], ["--curriculum", "level"], ["--replay-every", "1"], ["--exact"])],
+    *[([option, value], f"{option} {value} is of") for option, value in (
+        ("--max-turns", "0"), ("--pool-size", "0"), ("--max-total-tokens", "64"), ("--timeout", "-3.0"))],
+    (["--atropos-url", "http://127.0.0.1:1", "--dataset-name=x.jsonl"], "--data x.jsonl is of completions of prompts, "),
+    (["--vllm-restart-interval", "7"], "--sync-every 7 is of --server-url"), (["--problems", "0"], "--problems 0: at least 1"),
+    (["--agent", "x.py:f", "--max-turns", "9"], "not of --agent"), (["--env", "guess", "--timeout", "9"], "not of --env"),
+    (["--env", "guess", "--ops", "+"], "--ops + is of arithmetic"), (["--data", "x.jsonl", "--problems", "7"], "arithmetic"),
+    (["--lora-alpha", "64"], "--lora-alpha 64.0 is an adapter's"), (["--lora-target", "q", "v"], "--lora-target q v is an"),
+    (["--agent", "x.py:f", "--replay-every", "1"], "not of --agent"),
+    (["--server-url", "http://h", "--weight-bridge", "shared", "--bridge-path", "x", "--replay-every", "1"], "not of --server"),
+    (["--env", ""], "--env is followed by ''"), (["--curriculum="], "--curriculum= is followed by ''"),
 ])
 def test_rollouts_that_do_not_fit_together_are_refused_first(monkeypatch, capsys, flags, says):
     monkeypatch.setattr(commands, "load_policy", None)
     assert main(["grpo", "tiny", *flags]) == 2 and says in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("method", ["sft", "dpo", "reward"])
+def test_weights_for_a_replay_are_of_grpo_alone(capsys, method):
+    assert main([method, "tiny", "--data", "x.jsonl", "--replay-every", "1"]) == 2
+    assert "--replay-every 1 is of grpo" in capsys.readouterr().err
+
+
 def test_rows_without_the_field_of_the_curriculum_are_refused(tmp_path, capsys):
     (tmp_path / "rows.jsonl").write_text('{"prompt": "1 + 1", "answer": 2, "level": 1}\n{"prompt": "1 + 2", "answer": 3}\n')
-    assert main(["grpo", "tiny", *SHORT, "--data", str(tmp_path / "rows.jsonl"), "--curriculum", "level", "--out",
+    assert main(["grpo", "tiny", *SHORT[:8], "--data", str(tmp_path / "rows.jsonl"), "--curriculum", "level", "--out",
                  str(tmp_path)]) == 1
     assert "row 2 has no such field" in capsys.readouterr().err

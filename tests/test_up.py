@@ -75,7 +75,12 @@ def test_dry_run_prints_what_it_would_start(recipe, capsys, way):
     assert "steps = 3" in lines and f'weight_bridge = "{way}"' in lines and 'server_url = "http://127.0.0.1:9999"' in lines
     environment = next(line for line in lines if line.startswith("environment"))
     assert "--openai.server_type=vllm" in environment and "--env.group_size=8" in environment
-    assert "--env.data_path=train.jsonl" in environment
+    assert "--env.data_path=train.jsonl" in environment and not any(line.startswith("data") for line in lines)
+    trainer = Path("again.toml")  # as a run leaves it
+    trainer.write_text("\n".join(lines[lines.index("") + 1 :]))
+    assert main(["train", str(trainer), "--print-config"]) == 0 and capsys.readouterr().out == trainer.read_text() + "\n"
+    assert main(["up", str(trainer), "--data", "train.jsonl", "--dry-run", "--resume"]) == 0
+    assert "trainer.toml --resume\n" in capsys.readouterr().out
     assert main(["up", recipe(more), "--dry-run", "--dtype", "bfloat16"]) == 0
     assert ("--dtype bfloat16" in capsys.readouterr().out) == bool(server)  # whose weights are of the trainer's type
 
@@ -89,7 +94,9 @@ def test_what_cannot_work_is_refused_before_anything_starts(recipe, capsys, monk
         assert main(["up", recipe(), "--server-port", str(port)]) == 2
         assert f"--server-port {port} is not free" in capsys.readouterr().err
     for flags, says in ((["--env", "calculator"], "leave --env"), (["--lora-rank", "4", "--weight-bridge", "shared", "--steps",
-                        "x"], "invalid"), (["--stepss", "3"], "--stepss"), (["--weight-bridge", "none", "--lora-rank", "4"],
+                        "x"], "invalid"), (["--stepss", "3"], "--stepss"), (["--print-config"], "say --dry-run"),
+                        (["--environment", "python my_env.py"], "--data train.jsonl: 'python my_env.py' is not told it"),
+                        (["--refills", "3"], "--refills 3 is of"), (["--weight-bridge", "none", "--lora-rank", "4"],
                         "sends whole models"),
                         (["--api-port", "99999"], "from 1 to 65535"), (["--server-port", "0"], "from 1 to 65535"),
                         (["--api-port", "7", "--server-port", "7"], "two ports"),
@@ -98,6 +105,7 @@ def test_what_cannot_work_is_refused_before_anything_starts(recipe, capsys, monk
         with suppress(SystemExit):  # of the parser
             assert main(["up", recipe(), *flags]) == 2
         assert says in "".join(capsys.readouterr())
+    assert main(["up", recipe("dry-run = true\n")]) == 2 and "say --dry-run to grpolab up" in capsys.readouterr().err
     Path(recipe()).rename("full/trainer.toml")
     assert main(["up", "full/trainer.toml", "--logs", "full"]) == 2
     assert "where the trainer's recipe would be written" in capsys.readouterr().err

@@ -8,6 +8,7 @@ from typing import Annotated, Literal
 
 from tyro.conf import Positional, arg
 
+from grpolab.cli import UsageError
 from grpolab.lab.board import STANDARD, read, save, speedrun, summary, verify
 
 
@@ -22,6 +23,8 @@ class Speedrun:
     tries: int = 1  # recipes that were tried to find this one, for the board
 
     def run(self) -> int:
+        if self.tries < 1:
+            raise UsageError(f"--tries {self.tries}: at least 1, this one")
         out = self.out or self.recipe.with_suffix(".json")
         if out.is_dir() or out.resolve() == self.recipe.resolve():
             raise ValueError(f"the entry cannot be written to {out}: name another file with --out")

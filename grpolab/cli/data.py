@@ -26,7 +26,7 @@ class Data:
         train, held_out = generate(self.train, self.eval, seed=self.seed, task=self.task)
         files = {self.out / "train.jsonl": train, self.out / "eval.jsonl": held_out}
         for path in files:
-            if path.exists() and not all({"a", "op", "b"} <= row.keys() for row in read_rows(path)):
+            if path.exists() and path.stat().st_size and not all({"a", "op", "b"} <= row.keys() for row in read_rows(path)):
                 raise UsageError(f"{path} holds other rows than arithmetic problems: name another folder with --out")
         for path, problems in files.items():
             write_jsonl(path, problems)

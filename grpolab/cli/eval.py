@@ -13,6 +13,7 @@ from tyro.conf import OmitArgPrefixes, Positional
 from grpolab import tasks
 from grpolab.arithmetic import Task, generate
 from grpolab.cli import UsageError
+from grpolab.cli.recipe import refuse_unread
 from grpolab.cli.rollout_options import load_reward
 from grpolab.evaluate import evaluate, evaluate_checks, evaluate_fixed, suite_table, summary
 from grpolab.models.load import load_policy
@@ -41,10 +42,11 @@ class Eval:
     def run(self) -> int:
         if wrong := [k for k in self.at if not 1 <= k <= self.samples]:
             raise UsageError(f"--at {wrong[0]}: pass@k needs k from 1 to --samples, which is {self.samples}")
-        if self.reward and not self.tasks:
-            raise UsageError("--reward is of the rows in --tasks; arithmetic has its checker")
-        if self.fixed_prompts and self.tasks:
-            raise UsageError("--fixed-prompts names shipped prompts and --tasks a file: give one of them")
+        refuse_unread(self, [
+            ("tasks reward questions samples at max_new_tokens seed ops max_operand max_factor", not self.fixed_prompts,
+             "is not read with --fixed-prompts, which names shipped prompts and their length: leave it out"),
+            ("reward", self.tasks, "is of the rows in --tasks; arithmetic has its checker"),
+            ("questions ops max_operand max_factor", not self.tasks, "is of arithmetic, not of --tasks: leave it out")])
         if self.fixed_prompts:
             print(suite_table(passed=asyncio.run(evaluate_fixed(self.load(), self.fixed_prompts))).to_string())
             return 0

@@ -49,7 +49,7 @@ class Pairs:
     seed: int = 0  # of sampling, and of which pairs are taken
 
     def run(self) -> int:
-        if self.samples < 2 or min(self.per_row, self.rows_at_once) < 1 or self.margin < 0:
+        if self.samples < 2 or min(self.per_row, self.rows_at_once) < 1 or not self.margin >= 0:
             raise UsageError("--samples is at least 2, --per-row and --rows-at-once at least 1, --margin at least 0; got "
                              f"{self.samples}, {self.per_row}, {self.rows_at_once} and {self.margin:g}")
         if bool(self.judge) != bool(self.judge_model) or self.judge and self.reward:

@@ -24,6 +24,7 @@ import yaml
 from grpolab.cli import UsageError
 
 NAME = "recipe.toml"  # in a run's folder
+YAML = (".yaml", ".yml")
 
 # The options of TRL's and Atropos' trainers by our names, in RENAMED_OF those that mean another thing in one method
 # (docs/trl.md lists them, and those without a counterpart).
@@ -147,9 +148,9 @@ def loaded(path: str | Path) -> dict[str, Any]:
     """The entries of a TOML or YAML file. UsageError for one that is neither."""
     try:
         text = Path(path).read_text(encoding="utf-8")
-        entries = yaml.load(text, _Once) if Path(path).suffix in (".yaml", ".yml") else tomllib.loads(text)
-    except (UnicodeDecodeError, tomllib.TOMLDecodeError, yaml.YAMLError) as error:
-        raise UsageError(f"{path} is no {'YAML' if 'yaml' in type(error).__module__ else 'TOML'}: {error}") from error
+        entries = yaml.load(text, _Once) if Path(path).suffix in YAML else tomllib.loads(text)
+    except (ValueError, TypeError, AttributeError, RecursionError, yaml.YAMLError) as error:  # PyYAML's, of tags, too
+        raise UsageError(f"{path} is no {'YAML' if Path(path).suffix in YAML else 'TOML'}: {error}") from error
     if not isinstance(entries, dict) or not all(isinstance(key, str) for key in entries):
         raise UsageError(f"{path} holds {entries!r:.60}, no options: a line each, as in `steps: 30`")
     return entries
@@ -195,8 +196,9 @@ def spelled(name: str, value: Any, where: str) -> list[str]:
     if isinstance(value, bool):
         return [f"--{name}" if value else f"--no-{name}"]
     values = value if isinstance(value, list) else ["none" if value is None else value]
-    if not all(isinstance(v, str | int | float) and not isinstance(v, bool) for v in values):
-        raise UsageError(f"{where} is {value!r:.80}: an option is a text, a number, true, false, or a list of texts or numbers")
+    if "" in values or not all(isinstance(v, str | int | float) and not isinstance(v, bool) for v in values):
+        raise UsageError(f"{where} is {value!r:.80}: an option is a text that is not empty, a number, true, false, or a list "
+                         "of texts or numbers")
     return [f"--{name}", *map(str, values)]
 
 
@@ -210,6 +212,16 @@ def entries(command: Any) -> dict[str, Any]:
         elif f.default is MISSING or value != f.default:
             changed[f.name] = value
     return changed
+
+
+def refuse_unread(command: Any, rules: Sequence[tuple[str, Any, str]]) -> None:
+    """UsageError for an option that would do nothing. A rule is (options, whether they are read, the words behind one that is
+    not)."""
+    changed = entries(command)
+    for options, read, why in rules:
+        if name := next((name for name in options.split() if name in changed and not read), None):
+            values = changed[name] if isinstance(changed[name], tuple) else [changed[name]]
+            raise UsageError(" ".join([f"--{name.replace('_', '-')}", *(str(v) for v in values if v is not True), why]))
 
 
 def written(method: str, options: dict[str, Any]) -> str:

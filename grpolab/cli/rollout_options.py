@@ -6,6 +6,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import sys
+import traceback
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass
@@ -31,6 +32,13 @@ from grpolab.train.sources import Source, sampled
 from grpolab.train.tools import Tools
 
 KINDS = ("env", "tools", "agent", "atropos_url")
+COMPLETIONS = (None, "server_url")  # of prompts, sampled by this process or by a served policy
+READ_BY = {  # options that only some sources of rollouts read
+    "reward": (*COMPLETIONS, "tools"), "data curriculum": (*COMPLETIONS, "env", "tools", "agent"), "action_format": ("env",),
+    "pool_size max_turns": ("env", "tools"), "max_total_tokens": KINDS, "timeout": ("agent", "atropos_url"),
+    "refills": COMPLETIONS, "held_out held_out_data": (*COMPLETIONS, "env", "tools"), "replay_every": (None, "env", "tools"),
+    "exact": (None, "env", "tools", "agent"),
+}
 
 
 @dataclass(frozen=True)
@@ -64,17 +72,11 @@ class RolloutOptions:
         return next((name for name in KINDS if getattr(self, name)), None)
 
     def check(self, reward: str | None, lora_rank: int) -> None:
-        chosen = ["--" + name.replace("_", "-") for name in KINDS if getattr(self, name)]
+        chosen = [flag_of(name) for name in KINDS if getattr(self, name)]
         if len(chosen) > 1:
             raise UsageError(f"{' and '.join(chosen)}: rollouts come from one of them")
         if self.kind == "tools" and not reward:
             raise UsageError("--tools needs --reward file.py:function, which is told an episode's ToolRun")
-        if reward and self.kind not in (None, "tools"):
-            raise UsageError(f"--reward: with {chosen[0]} the reward comes from there")
-        if self.kind != "env" and self.action_format:
-            raise UsageError("--action-format is of --env")
-        if self.curriculum and self.kind == "atropos_url":
-            raise UsageError("--curriculum: Atropos' environments choose their tasks themselves")
         self._check_bridge(lora_rank)
 
     def _check_bridge(self, lora_rank: int) -> None:
@@ -89,8 +91,13 @@ class RolloutOptions:
             raise UsageError(f"--weight-bridge {self.weight_bridge} " + (
                 "sends whole models: with --lora-rank take lora_only or lora_restart" if lora_rank else
                 "sends an adapter: add --lora-rank N"))
-        if self.sync_every < 1:
-            raise UsageError(f"--sync-every {self.sync_every}: at least every optimiser step")
+
+    def conditions(self) -> list[tuple[str, Any, str]]:
+        """Which options this source of rollouts reads: rules of `recipe.refuse_unread`."""
+        source = self.kind or ("server_url" if self.server_url else None)
+        return [("sync_every", self.server_url, "is of --server-url: leave it out"), *(
+            (options, source in sources, f"is of {', '.join(map(flag_of, sources))}, not of {flag_of(source)}: leave it out")
+            for options, sources in READ_BY.items())]
 
     def tasks(self, rows: Sequence[Any], seed: int) -> Any:
         """The rows, or the curriculum that they make."""
@@ -105,6 +112,10 @@ class RolloutOptions:
             raise ValueError(f"--curriculum {self.curriculum}: its values have no order; take numbers alone, or texts alone "
                              f"({error})") from error
         return Curriculum([[row for row in rows if row[self.curriculum] == level] for level in levels], seed=seed)
+
+
+def flag_of(source: str | None) -> str:
+    return "--" + source.replace("_", "-") if source else "completions of prompts"
 
 
 Steps = Callable[[Run], AsyncIterator[dict]]
@@ -217,14 +228,18 @@ def load_reward(name: str) -> Callable:
 def load_object(name: str, option: str) -> Any:
     """What `module:name` or `path/to/file.py:name` names."""
     module, _, attribute = name.rpartition(":")
-    if not (module and attribute):
+    is_file = module.endswith(".py")
+    if not (module and attribute) or module.startswith(".") and not is_file:
         raise ValueError(f"{option} is module:function or file.py:function, got {name!r}")
-    if module.endswith(".py"):
-        if not Path(module).is_file():
-            raise ValueError(f"{option} {name}: there is no file {module}")
-        loaded = _module_of(Path(module).resolve(), Path(module).stat().st_mtime_ns)
-    else:
-        loaded = importlib.import_module(module)
+    if is_file and not Path(module).is_file():
+        raise ValueError(f"{option} {name}: there is no file {module}")
+    try:
+        loaded = (_module_of(Path(module).resolve(), Path(module).stat().st_mtime_ns) if is_file else
+                  importlib.import_module(module))
+    except (Exception, SystemExit) as error:  # whatever a module does when it is imported
+        if not isinstance(error, ImportError | SyntaxError):  # whose texts say where
+            traceback.print_exception(error)
+        raise ValueError(f"{option} {name} cannot be imported: {error!r}") from error
     if not hasattr(loaded, attribute):
         raise ValueError(f"{module} has no function {attribute!r}")
     return getattr(loaded, attribute)

@@ -16,6 +16,7 @@ from tyro.conf import OmitArgPrefixes, Positional
 from grpolab import arithmetic, tasks
 from grpolab.chat import prompt_ids
 from grpolab.cli import UsageError
+from grpolab.cli.recipe import refuse_unread
 from grpolab.cli.rollout_options import load_reward
 from grpolab.decode.sampler import Sampler
 from grpolab.decode.sampling import SamplingParams
@@ -51,14 +52,20 @@ class Scout:
         if self.samples < 2 or self.questions < 1:
             raise UsageError("--samples is at least 2, since the rewards of a group are compared with each other, and "
                              f"--questions at least 1; got {self.samples} and {self.questions}")
-        if self.save and self.save.resolve() in [Path(name).resolve() for name in self.tasks]:
-            raise UsageError(f"--save {self.save} is a file of tasks, which the table would replace: name another")
+        if not self.tasks:
+            raise UsageError("name tasks: JSONL files, gym:NAME or arithmetic")
+        files = [name for name in self.tasks if name != "arithmetic" and not name.startswith(GYM)]
+        refuse_unread(self, [
+            ("reward", files, "is of rows in files: arithmetic and gym: have their own"),
+            ("ops max_operand max_factor", "arithmetic" in self.tasks, "is of the task arithmetic: name it, too")])
+        if self.save and (self.save.is_dir() or self.save.resolve() in [Path(name).resolve() for name in self.tasks]):
+            raise UsageError(f"--save {self.save} is a folder, or a file of tasks, which the table would replace: name another")
         named = [task for name in dict.fromkeys(self.tasks) for task in self.named(name)]
         table = asyncio.run(self.measured(named))
         print("\n" + table.to_string(na_rep=""))
         if self.save:
             atomic_write(self.save, table.to_csv())
-        return 0
+        return int([*table] == ["not sampled"])
 
     def named(self, name: str) -> list[tuple[str, Callable[[], Sequence[Any]], Callable]]:
         """(name, rows when they are called for, reward) of what an argument names."""

@@ -13,7 +13,7 @@ from tyro.conf import OmitArgPrefixes, Positional, UseAppendAction, arg
 
 from grpolab.access import check_token, is_loopback
 from grpolab.cli import UsageError
-from grpolab.cli.recipe import entries
+from grpolab.cli.recipe import entries, refuse_unread
 from grpolab.env.aws.options import AwsOptions
 from grpolab.env.process import Isolation
 from grpolab.env.server import serve_forever
@@ -61,9 +61,7 @@ class Serve:
     def run(self) -> int:
         if self.isolate == "thread" and (self.env or self.cwd or self.memory_mib is not None):
             raise UsageError("--env, --cwd and --memory-mib need --isolate process: a thread has none of them to itself")
-        if self.environment != "aws" and (changed := entries(self.aws)):
-            name = min(changed)
-            raise UsageError(f"--{name.replace('_', '-')} is only of `serve aws`")
+        refuse_unread(self, [(" ".join(entries(self.aws)), self.environment == "aws", "is only of `serve aws`")])
         variables = dict(map(variable, self.env))
         isolation = "thread" if self.isolate == "thread" else Isolation(variables, self.cwd, self.memory_mib)
         token = self.address.token()

@@ -144,20 +144,24 @@ class Training:
         if min(self.select_every, self.replay_every, self.held_out, self.export_every, self.show_every, self.lora_rank) < 0:
             raise UsageError("--select-every, --replay-every, --export-every, --show-every, --held-out and --lora-rank start "
                              "at 0, which is never or none")
-        if self.lora_dropout and not self.lora_rank:
-            raise UsageError("--lora-dropout is an adapter's: add --lora-rank N")
-        if self.keep_last < 1:
-            raise UsageError(f"--keep-last {self.keep_last}: keep at least one")
-        if self.fixed_prompts and not self.select_every:
-            raise UsageError("--fixed-prompts needs --select-every N, which says how often")
+        changed = recipe.entries(self)
+        if name := next((name for name in ("keep_last", "problems", "sync_every") if changed.get(name, 1) < 1), None):
+            raise UsageError(f"--{name.replace('_', '-')} {changed[name]}: at least 1")
+        recipe.refuse_unread(self, self.conditions())
         if self.select_every and not (self.held_out_data or self.held_out or self.fixed_prompts):
             raise UsageError("--select-every measures on what is held out: add --held-out-data FILE, or --held-out N where "
                              "the command has it")
-        if (self.held_out_data or self.held_out) and not self.select_every and self.method != "sft":
-            raise UsageError("what is held out is measured every --select-every N steps: add it, or leave --held-out and "
-                             "--held-out-data")
         if self.push_to_hub and not self.print_config:
             publish.check_hub(self.push_to_hub)
+
+    def conditions(self) -> list[tuple[str, Any, str]]:
+        """Which options are read only beside others: rules of `recipe.refuse_unread`."""
+        return [
+            ("lora_alpha lora_dropout lora_target", self.lora_rank, "is an adapter's: add --lora-rank N"),
+            ("replay_every", self.method == "grpo", "is of grpo, whose rollouts can be generated again: leave it out"),
+            ("fixed_prompts", self.select_every, "needs --select-every N, which says how often"),
+            ("held_out held_out_data", self.select_every or self.method == "sft",
+             "is measured every --select-every N steps: add it, or leave --held-out and --held-out-data")]
 
     def read(self) -> tuple[Sequence[Any], Sequence[Any]]:
         """Rows to train on and rows to measure on, as far as they are read without the policy's tokenizer."""
@@ -284,12 +288,17 @@ class TaskTraining(Training):
         """The reward of the rows that are measured."""
         return tasks.right_number if self.data else finished_and_correct
 
-    def check(self) -> None:
-        super().check()
-        if self.held_out and self.held_out_data:
-            raise UsageError("give --held-out or --held-out-data, not both: there is one set of held-out rows")
-        if self.held_out and self.data:
-            raise UsageError("--held-out makes further problems, and --data names all that there are: give --held-out-data")
+    @property
+    def draws_problems(self) -> bool:
+        """Whether it trains on arithmetic problems."""
+        return not self.data
+
+    def conditions(self) -> list[tuple[str, Any, str]]:
+        return [*super().conditions(),
+                ("held_out", not self.held_out_data, "and --held-out-data: not both, there is one set of held-out rows"),
+                ("held_out", self.draws_problems, "makes arithmetic problems, and others are asked here: give --held-out-data"),
+                ("problems ops max_operand max_factor", self.draws_problems,
+                 "is of arithmetic problems, and others are asked here: leave it out")]
 
     def read(self) -> tuple[Sequence[Any], Sequence[Any]]:
         seed, count = self.config.seed, self.problems
@@ -301,6 +310,9 @@ class TaskTraining(Training):
             known = set(rows)
             return rows, [problem for problem in further if problem not in known][: self.held_out]
         held_out = self.read_file(self.held_out_data) if self.held_out_data else []
+        if held_out and not (self.select_every or any(map(tasks.shows_completion, held_out))):
+            raise UsageError(f"--held-out-data {self.held_out_data}: its rows show no completion whose loss could be measured: "
+                             "add --select-every N, which measures answers")
         if self.select_every and self.rewarded is tasks.right_number:
             tasks.check_answers(held_out, self.held_out_data)
         return rows, held_out
@@ -343,26 +355,28 @@ class GRPO(TaskTraining):
     config: OmitArgPrefixes[GRPOConfig] = field(default_factory=GRPOConfig)
 
     @cached_property
-    def rewarded(self) -> Callable:
-        return super().rewarded if self.reward is None else load_reward(self.reward)
+    def rewarded(self) -> Callable | None:
+        """None where the reward comes with the rollouts."""
+        if self.reward:
+            return load_reward(self.reward)
+        return None if self.rollouts.kind else super().rewarded
+
+    @property
+    def draws_problems(self) -> bool:
+        return not self.data and self.rollouts.env in (None, "calculator") and not self.rollouts.atropos_url
 
     def check(self) -> None:
         super().check()
         self.rollouts.check(self.reward, self.lora_rank)
-        if self.config.exact and (self.rollouts.server_url or self.rollouts.atropos_url):
-            raise UsageError("--exact is of a sampler in this process: leave it out with --server-url and --atropos-url")
-        if self.select_every and (self.held_out or self.held_out_data) and self.rollouts.kind in ("agent", "atropos_url"):
-            raise UsageError("--select-every measures completions and episodes: agents and Atropos have --fixed-prompts alone")
-        if self.held_out and self.rollouts.kind == "env" and self.rollouts.env != "calculator":
-            raise UsageError(f"--held-out makes arithmetic problems, which --env {self.rollouts.env} does not ask: give its "
-                             "tasks with --held-out-data")
+
+    def conditions(self) -> list[tuple[str, Any, str]]:
+        return [*self.rollouts.conditions(), *super().conditions()]
 
     def read(self) -> tuple[Sequence[Any], Sequence[Any]]:
-        kind = self.rollouts.kind
-        if kind == "atropos_url" or kind == "env" and not self.data and self.rollouts.env != "calculator":
-            return [None], self.read_file(self.held_out_data) if self.held_out_data else []  # questions are drawn over there
+        if not (self.data or self.draws_problems):  # questions are drawn over there
+            return [None], self.read_file(self.held_out_data) if self.held_out_data else []
         rows, held_out = super().read()
-        if kind in (None, "tools") and self.rewarded is tasks.right_number:
+        if self.rewarded is tasks.right_number:
             tasks.check_answers(rows, self.data)
         return rows, held_out
 
@@ -381,7 +395,7 @@ class GRPO(TaskTraining):
 
             measure = self.measure(held_out, config.max_new_tokens)
             return Plan(policy, reference, [*map(len, self.prompts(policy, rows))], steps, measure, best_rollout)
-        steps, measured = rollouts_of(options, policy, reference, asked, config, self.reward and self.rewarded)
+        steps, measured = rollouts_of(options, policy, reference, asked, config, self.rewarded)
         return Plan(policy, reference, [max(1, options.max_total_tokens - config.max_new_tokens)], steps,
                     measured(held_out) if held_out and measured else None, best_rollout)
 

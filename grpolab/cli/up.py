@@ -89,12 +89,12 @@ def main(arguments: Sequence[str]) -> int:
         raise UsageError("name a file, as in: grpolab up run.toml --steps 30")
     own = table(arguments[0]) if not arguments[0].startswith("-") else []
     up, further = tyro.cli(Up, prog="grpolab up", args=[arguments[0], *own, *arguments[1:]], return_unknown_args=True)
-    training = trainer_of(up, further)
-    services = services_of(up, training)
+    training, rows = trainer_of(up, further)
+    services = services_of(up, training, rows)
     if up.dry_run:
         print("\n".join(f"{s.name:12} {shlex.join(s.command)}" for s in services), training.as_recipe(), sep="\n\n", end="")
         return 0
-    check(up, training, services)
+    check(up, training, rows, services)
     return run(up, training, services)
 
 
@@ -104,24 +104,28 @@ def table(path: str) -> list[str]:
     return [part for key, value in entries.items() for part in recipe.spelled(key.replace("_", "-"), value, f"{path}: {key}")]
 
 
-def trainer_of(up: Up, further: Sequence[str]) -> GRPO:
-    """The trainer of the recipe and of further options, joined to the API and the server; checked."""
+def trainer_of(up: Up, further: Sequence[str]) -> tuple[GRPO, Path | None]:
+    """The trainer of the recipe and of further options, joined to the API and the server; checked. The environment's rows."""
     _, arguments = recipe.read(up.recipe, further, ("grpo",), skip=("up",))
     training: GRPO = tyro.cli(GRPO, prog="grpolab up", args=arguments)
     options = training.rollouts
     if options.kind not in (None, "atropos_url") or training.reward:
         raise UsageError("grpolab up trains on an environment of Atropos: leave --env, --tools, --agent and --reward out")
+    if training.print_config or training.dry_run:
+        raise UsageError("--print-config, or dry-run in a recipe: say --dry-run to grpolab up, which prints the recipe, too")
+    if training.data and not up.environment.startswith(OWN):
+        raise UsageError(f"--data {training.data}: {up.environment!r} is not told it; leave it out, or name it in that command")
     way = options.weight_bridge or ("lora_only" if training.lora_rank else "shared")
     memory = MEMORY if way == "shared" and os.access(MEMORY, os.W_OK) else up.logs
     path = options.bridge_path or (memory / f"grpolab-{os.getpid()}.safetensors" if way == "shared" else up.logs / "weights")
-    training = replace(training, rollouts=replace(
+    rows, training = training.data, replace(training, data=None, rollouts=replace(
         options, atropos_url=f"http://{HOST}:{up.api_port}", server_url=f"http://{HOST}:{up.server_port}", weight_bridge=way,
         bridge_path=path.resolve()))
     training.check()
-    return training
+    return training, rows
 
 
-def services_of(up: Up, training: GRPO) -> list[Service]:
+def services_of(up: Up, training: GRPO, rows: Path | None) -> list[Service]:
     """What is started, in this order."""
     options, python = training.rollouts, sys.executable
     api, server = options.atropos_url, options.server_url
@@ -139,21 +143,22 @@ def services_of(up: Up, training: GRPO) -> list[Service]:
         "openai.base_url": f"{server}/v1", "openai.model_name": name, "openai.tokenizer_name": folder, "openai.api_key": "-",
         "openai.server_type": "vllm"}
     if up.environment.startswith(OWN):
-        told |= {"env.data_path": training.data, "env.max_new_tokens": config.max_new_tokens,
+        told |= {"env.data_path": rows, "env.max_new_tokens": config.max_new_tokens,
                  "env.temperature": config.temperature, "env.seed": config.seed}
     command = shlex.split(up.environment.replace("{python}", shlex.quote(python)))
     services.append(Service("environment", command + [f"--{name}={value}" for name, value in told.items()]))
-    services.append(Service("trainer", [python, "-m", "grpolab", "train", str(up.logs / "trainer.toml")]))
+    resume = ["--resume"] * training.resume
+    services.append(Service("trainer", [python, "-m", "grpolab", "train", str(up.logs / "trainer.toml"), *resume]))
     return services
 
 
-def check(up: Up, training: GRPO, services: Sequence[Service]) -> None:
+def check(up: Up, training: GRPO, rows: Path | None, services: Sequence[Service]) -> None:
     """Refuse what would fail later: before anything is started."""
-    if up.environment.startswith(OWN) and (training.data is None or importlib.util.find_spec("atroposlib") is None):
+    if up.environment.startswith(OWN) and (rows is None or importlib.util.find_spec("atroposlib") is None):
         raise UsageError("name the environment's rows, --data FILE (GSM8K's form), or another program as [up] environment"
-                         if training.data is None else "the environment needs atroposlib: pip install atroposlib")
-    if training.data:
-        gsm8k(training.data)
+                         if rows is None else "the environment needs atroposlib: pip install atroposlib")
+    if rows:
+        gsm8k(rows)
     if shutil.which(up.api) is None:
         raise UsageError(f"--api {up.api}: there is no such program; pip install atroposlib, or name it with its path")
     if up.recipe.resolve() == (up.logs / "trainer.toml").resolve():
