@@ -56,16 +56,27 @@ def test_a_check_has_an_end(schema, text):
     ({"pattern": "(" * 9000}, "pattern"), ({"$defs": {"a": {"$ref": "other.json"}}}, "leads out"), ({"$id": "http://a"}, "id"),
     ({"patternProperties": {"^x": {}}}, "patternProperties"), ({"$schema": "http://json-schema.org/draft-07/#"}, "schema"),
     ({"enum": ["x" * 70_000]}, "characters"), ({"anyOf": [{}] * 501}, "objects"), ({"const": float("nan")}, "NaN|range"),
-    (json.loads('{"not":' * 99 + "{}" + "}" * 99), "nested"),
+    (json.loads('{"not":' * 99 + "{}" + "}" * 99), "nested"), ({"type": [*range(40), "a"]}, "a type is a name"),
+    ({"pattern": "(a{1000}){1000}"}, "written out"), ({"pattern": "(" * 14 + "a" + "b?)+" * 14}, "written out"),
+    ({"allOf": [{"pattern": f"a{{300{i}}}"} for i in range(3)]}, "written out"), ({"pattern": "(?x)(a{1 000})"}, "the flag x"),
 ])
 def test_a_schema_that_cannot_be_checked_is_refused(schema, why):
     with pytest.raises(ValueError, match=why):
         schema_check(schema)
 
 
-@pytest.mark.parametrize("wanted", [5, {}, {"type": "xml"}, *({"type": "json_schema", "json_schema": s} for s in (None, {}))])
+@pytest.mark.parametrize("pattern", [
+    "^[0-9a-f]{8}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{12}$", "^[A-Za-z0-9+/]{1024}$",
+    r"^[\w.+-]{1,64}@[\w-]{1,63}(\.[a-z]{2,63})+$"])
+def test_patterns_that_people_write_are_taken(pattern):
+    assert "does not match" in schema_check({"pattern": pattern})('"no"')
+
+
+@pytest.mark.parametrize("wanted", [
+    5, {}, {"type": "xml"}, *({"type": "json_schema", "json_schema": s} for s in (None, {}, {"schema": {}, "more": 1})),
+    {"type": "json_object", "more": {}}])
 def test_what_is_no_format_is_refused(wanted):
-    with pytest.raises(ValueError, match="json_object"):
+    with pytest.raises(ValueError, match="json_object|does not support 'more'"):
         answer_check(wanted)
 
 
@@ -81,8 +92,9 @@ def test_a_schema_fetches_nothing():
 
 
 @pytest.mark.parametrize(("schema", "text"), [({"multipleOf": 0.1}, "1e400"), ({"multipleOf": 0.1}, "9" * 400),
-                                              ({"multipleOf": 10**320}, "5.5")])
-def test_numbers_beyond_floats_are_no_error_of_the_service(schema, text):
+                                              ({"multipleOf": 10**320}, "5.5"), ({"$ref": "#/const", "const": "s"}, "1"),
+                                              ({"$ref": "#/minimum", "minimum": 3}, "1")])
+def test_what_cannot_be_checked_is_no_error_of_the_service(schema, text):
     assert "cannot be checked" in schema_check(schema)(text)
 
 

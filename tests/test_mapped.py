@@ -36,9 +36,11 @@ async def test_a_step_of_the_trainer_is_the_servers_without_sending(tmp_path):
     path = tmp_path / "weights"
     trainer, served = load_policy("tiny"), load_policy("tiny")
     before = [p.detach().clone() for p in served.model.parameters()]
-    async with serve_policy(served, weights=path) as service:
+    async with serve_policy(served, weights=path, adapters=tmp_path) as service:
         async with RemoteSampler(service.url, trainer, bridge=Mapped(path)) as remote:
             await remote.publish()
+            with pytest.raises(RemoteError, match="409.*a trainer's own"):  # which an adapter would change
+                await remote.caller.ask("POST", "/v1/load_lora_adapter", {"lora_name": "x", "lora_path": "x"})
             step(trainer)
             for a, b, old in zip(trainer.model.parameters(), served.model.parameters(), before):
                 assert torch.equal(a, b) and not torch.equal(b, old)  # before anything is published
@@ -158,9 +160,11 @@ async def test_half_written_weights_are_neither_recorded_nor_scored(tmp_path, as
             await remote.publish()
             trainer.lock.state[UNDER_WAY] = 1  # as a trainer leaves it that is killed in mid-step
             async with AsyncOpenAI(base_url=f"{service.url}{session}/v1", api_key="-", max_retries=0) as client:
-                with pytest.raises(APIError, match="half-written"):
-                    async for _ in await client.completions.create(model="tiny", prompt="2 + 3", **ask):
-                        pass
+                for _ in range(2):
+                    with pytest.raises(APIError, match="half-written"):
+                        async for _ in await client.completions.create(model="tiny", prompt="2 + 3", **ask):
+                            pass
+                    assert (await post(service, {"mark": "another"}, "/weights"))[0] == 409  # it goes on with those it has
             assert not session or not service.sessions.get("a").turns
 
 

@@ -26,6 +26,8 @@ from grpolab.cli.serve import Address, ServePolicy
 from grpolab.decode.sampler import Sampler
 from grpolab.decode.sampling import SamplingParams
 from grpolab.models.load import Policy
+from grpolab.serve import scoring
+from grpolab.serve.answer_format import AnswerFormat
 from grpolab.serve.completions import CompletionResponse
 from grpolab.serve.service import serve_policy
 from grpolab.serve.state import ServiceOptions
@@ -193,7 +195,8 @@ BAD = [
     (dict(stream_options={"include": True}), 400, "stream_options.include"),
     (dict(max_tokens=600), 400, "512"),
     (dict(messages=user("1" * 600)), 400, "512"),
-    (dict(messages=user("x" * 2_000_000)), 400, "2000005"),
+    (dict(messages=user("x" * 2_000_000)), 400, "at least 153847 in its prompt: shorten it"),
+    (dict(stream_options={"include_usage": True}), 400, "send stream=true"),
 ]
 
 
@@ -210,6 +213,8 @@ async def test_bad_requests_are_refused_by_name(tiny):
             assert got == 400 and "prompt" in content["error"]["message"], (prompt, content)
         got, content = await post(service, {"model": "tiny", "prompt": "x", "logprobs": 3}, "/v1/completions")
         assert got == 400 and content["error"]["param"] == "logprobs"
+        got, content = await post(service, {"id": "\ud800"}, "/sessions")
+        assert got == 400 and content["error"]["param"] == "id"
         assert service.counts["failed"] == 0 and (await chat(client, max_tokens=4)).choices
 
 
@@ -286,6 +291,32 @@ async def test_no_more_rows_than_it_takes_enter_after_a_wait_for_weights(tiny, t
         load.set()
         assert await blocking and (await loading)[0] == 200
         assert sum(isinstance(answer, openai.RateLimitError) for answer in await answers) == 8
+
+
+async def test_an_answer_names_the_weights_that_it_was_sampled_from(tiny, tmp_path, monkeypatch):
+    """And not those that come while its format is checked."""
+    path, checking, go_on = tmp_path / "weights", threading.Event(), threading.Event()
+    monkeypatch.setattr(AnswerFormat, "__call__", lambda *_: checking.set() or go_on.wait(30) and None)
+    async with served(tiny, weights=path) as (service, client):
+        mark = write_weights(path, tiny.model, 1)
+        assert (await post(service, {}, "/weights"))[0] == 200
+        asking = asyncio.ensure_future(chat(client, max_tokens=2, response_format={"type": "json_object"}))
+        assert await asyncio.to_thread(checking.wait, 30)
+        write_weights(path, tiny.model, 1)
+        assert (await post(service, {}, "/weights"))[0] == 200
+        go_on.set()
+        assert (await asking).system_fingerprint == f"version-1-{mark}" != f"version-1-{service.mark}"
+
+
+async def test_what_cannot_fit_is_refused_before_it_is_tokenised(tiny, monkeypatch):
+    """Which would hold up the others."""
+    for name in ("text_ids", "prompt_ids"):
+        monkeypatch.setattr(f"grpolab.serve.sessions.{name}", None)
+    async with served(tiny, max_rows=4) as (_, client):
+        for asking, why in ((complete(client, ["a"] * 5), "asks for 5"), (complete(client, "a" * 7000), "at least 539 in"),
+                            (chat(client, user("a" * 7000)), "at least 539 in")):
+            with pytest.raises(openai.BadRequestError, match=why):
+                await asking
 
 
 async def test_a_policy_that_breaks_is_an_error_not_an_answer(tiny):
@@ -548,6 +579,8 @@ async def test_echo_has_the_most_probable_token_at_each_place(tiny, follows):
     ({"echo": True, "max_tokens": 0}, "logprobs=0"), ({"echo": True, "max_tokens": 0, "logprobs": 0, "n": 2}, "without n"),
     ({"echo": True, "max_tokens": 0, "logprobs": 0, "prompt": [5] * 513}, "the context is 512 tokens"),
     ({"echo": True, "max_tokens": 0, "logprobs": 0, "prompt": [5, 10**6]}, "token id 1000000, outside the vocabulary"),
+    *(({"echo": True, "max_tokens": 0, "logprobs": 0} | more, "with echo")
+      for more in ({"temperature": 0.5}, {"stop": "x"}, {"top_p": 0.9}, {"extra_body": {"top_k": 5}})),
 ])
 async def test_what_echo_refuses(tiny, options, said):
     async with served(tiny) as (service, client):
@@ -557,6 +590,20 @@ async def test_what_echo_refuses(tiny, options, said):
         async with AsyncOpenAI(base_url=session.url, api_key="-", max_retries=0) as recorded:
             with pytest.raises(openai.BadRequestError, match="outside of it"):
                 await complete(recorded, [5, 6], max_tokens=0, logprobs=0, echo=True)
+
+
+async def test_a_caller_who_leaves_ends_what_is_scored(tiny, monkeypatch):
+    parts, honest = [], scoring.lay_out
+    monkeypatch.setattr(scoring, "lay_out", lambda *of, **options: parts.append(of) or honest(*of, **options))
+    async with served(tiny) as (service, client):
+        prompts = torch.randint(5, 90, (300, 500)).tolist()
+        asking = asyncio.ensure_future(complete(client, prompts, max_tokens=0, logprobs=0, echo=True))
+        await eventually(lambda: parts, SOON)
+        asking.cancel()
+        await eventually(lambda: service.counts["cancelled"], SOON)
+        begun = len(parts)
+        await service.sampler.run(lambda: None)
+        assert len(parts) <= begun + 2
 
 
 async def test_a_served_policy_that_was_stopped_gives_its_signals_back(capsys, tiny):

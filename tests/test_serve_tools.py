@@ -136,6 +136,8 @@ async def test_calls_that_cannot_be_read_are_text_and_counted(caller):
         cut = (await ask(client, user("Where is Ann?"), max_tokens=30)).choices[0]
         assert cut.message.content == caller.tokenizer.decode(cut.token_ids) == GOOD[:30]
         assert cut.message.tool_calls is None and cut.finish_reason == "length" and cut.grpolab["unparsed_calls"] == 1
+        cut = (await ask(client, user("Where is Ann?"), max_tokens=len(GOOD))).choices[0]
+        assert cut.message.tool_calls and cut.finish_reason == "length"  # there might have been more
         none = (await ask(client, user("Where is Ann?"), tool_choice="none")).choices[0]
         assert none.message.content == GOOD and service.status()["unparsed_calls"] == 1
 

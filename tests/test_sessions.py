@@ -19,7 +19,7 @@ from grpolab.models.smollm2 import cache_folder
 from grpolab.serve.http_client import Caller, RemoteError
 from grpolab.serve.openai_schema import Refused
 from grpolab.serve.service import serve_policy
-from grpolab.serve.sessions import Sessions
+from grpolab.serve.sessions import Sessions, Turn
 
 ASK = [{"role": "user", "content": "What is 2 + 3?"}]
 MORE = {"role": "user", "content": "And 4 + 4?"}
@@ -126,6 +126,15 @@ async def test_completions_of_token_ids_go_on_too(tiny):
     assert whole.tokens == (*a.token_ids, 7, 8, *b.token_ids, *c.token_ids)
 
 
+async def test_turns_are_joined_once_for_all_prompts_of_a_request(tiny, monkeypatch):
+    joined, honest = [], Turn.ids.fget
+    monkeypatch.setattr(Turn, "ids", property(lambda turn: (joined.append(turn), honest(turn))[1]))
+    async with in_session(tiny) as (_, session, client):
+        for prompt in ([[5, 6]], [[7], [8]], [[5]] * 20):
+            await client.completions.create(model="tiny", prompt=prompt, max_tokens=1)
+        assert len(session.turns) == 23 and len(joined) == 1 + 3
+
+
 def test_a_session_asks_for_the_same_again(tiny):
     """Its seed decides, whatever else is sampled: the same session on a busy service writes the same."""
     async def run(busy):
@@ -133,6 +142,9 @@ def test_a_session_asks_for_the_same_again(tiny):
             noise = [asyncio.ensure_future(service.sampler.sample([[5, 6]], group_size=4)) for _ in range(8 * busy)]
             said = list(ASK)
             for _ in range(2):
+                if busy:
+                    with pytest.raises(openai.BadRequestError, match="context"):  # takes no seed
+                        await say(client, said, max_tokens=9999)
                 said, _ = await say(client, said, n=1)
                 said.append(MORE)
             await asyncio.gather(*noise)

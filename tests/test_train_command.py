@@ -710,7 +710,7 @@ def test_a_server_that_is_not_there_is_named_before_the_first_step(tmp_path, mon
     (["--agent", "x.py:f", "--select-every", "2", "--held-out", "3"], "not of --agent"), (["--keep-last", "0"], "at least 1"),
     *[(["--atropos-url", "http://127.0.0.1:1", *option], f"{' '.join(option)} is of") for option in (
         ["--data", "x.jsonl"], ["--refills", "3"], ["--problems", "7"], ["--max-turns", "9"],
-        ["--pool-size", "9"], ["--curriculum", "level"], ["--replay-every", "1"], ["--exact"])],
+        ["--pool-size", "9"], ["--curriculum", "level"], ["--exact"])],
     *[([option, value], f"{option} {value} is of") for option, value in (
         ("--max-turns", "0"), ("--pool-size", "0"), ("--max-total-tokens", "64"), ("--timeout", "-3.0"))],
     (["--atropos-url", "http://127.0.0.1:1", "--dataset-name=x.jsonl"], "--data x.jsonl is of completions of prompts, "),
@@ -718,8 +718,7 @@ def test_a_server_that_is_not_there_is_named_before_the_first_step(tmp_path, mon
     (["--agent", "x.py:f", "--max-turns", "9"], "not of --agent"), (["--env", "guess", "--timeout", "9"], "not of --env"),
     (["--env", "guess", "--ops", "+"], "--ops + is of arithmetic"), (["--data", "x.jsonl", "--problems", "7"], "arithmetic"),
     (["--lora-alpha", "64"], "--lora-alpha 64.0 is an adapter's"), (["--lora-target", "q", "v"], "--lora-target q v is an"),
-    (["--agent", "x.py:f", "--replay-every", "1"], "not of --agent"),
-    (["--server-url", "http://h", "--weight-bridge", "shared", "--bridge-path", "x", "--replay-every", "1"], "not of --server"),
+    (["--tools", "x.py:f", "--reward", "x.py:r"], "needs --data"), (["--keep-last", "5"], "is of --export-every"),
     (["--env", ""], "--env is followed by ''"), (["--curriculum="], "--curriculum= is followed by ''"),
 ])
 def test_rollouts_that_do_not_fit_together_are_refused_first(monkeypatch, capsys, flags, says):

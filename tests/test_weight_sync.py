@@ -10,6 +10,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -219,6 +220,12 @@ async def test_a_disk_that_is_full(tiny, tmp_path, kind):
     assert not list(tmp_path.iterdir())
 
 
+async def test_weights_for_a_sampler_that_cannot_start(tiny, tmp_path):
+    async with serve_policy(Sampler(tiny, engine="none"), weights=tmp_path / "w") as service:
+        with pytest.raises(RemoteError, match="409.*engine must be one of"):
+            await Caller(service.url).ask("POST", "/weights", {})
+
+
 async def test_publishing_without_a_pause_and_cancelled_at_any_moment(tiny, tmp_path):
     """What others sample all the while is of one version each, whose weights made it; the last publish counts."""
     policy = copied(tiny)
@@ -352,10 +359,33 @@ async def test_an_adapter_that_does_not_fit_leaves_the_server_as_it_was(swapped,
             with pytest.raises(RemoteError, match=why):
                 await remote.caller.ask("POST", "/v1/load_lora_adapter", {"lora_name": "x", "lora_path": path})
         for body in ({}, {"lora_name": "x"}, {"lora_name": "x", "lora_path": 3}, {"lora_name": "tiny", "lora_path": "less"},
-                     {"lora_name": "x", "lora_path": "less", "policy_version": "3"}):
+                     *({"lora_name": "x", "lora_path": "less", "policy_version": v} for v in ("3", -1, 2**63)),
+                     {"lora_name": "x", "lora_path": "a\0b"}):
             with pytest.raises(RemoteError, match="400"):
                 await remote.caller.ask("POST", "/v1/load_lora_adapter", body)
         assert await agree(remote, policy, policy.version) == before
+
+
+async def test_an_adapter_that_is_gone_is_not_served(tmp_path):
+    """It went while a request for it waited, or when whole weights came."""
+    policy, go_on = adapted(), threading.Event()
+    lora.save(policy.model, tmp_path)
+    async with serve_policy(copied(policy), adapters=tmp_path, weights=tmp_path / "w") as service:
+        ask = Caller(service.url).ask
+        asked = {"prompt": [5], "max_tokens": 1, "model": "p-v1"}
+        await ask("POST", "/v1/load_lora_adapter", {"lora_name": "p-v1", "lora_path": "."})
+        await ask("POST", "/v1/completions", asked)
+        waiting = [asyncio.ensure_future(service.sampler.run(go_on.wait))]
+        for path, body in (("/v1/load_lora_adapter", {"lora_name": "p-v2", "lora_path": "."}), ("/v1/completions", asked)):
+            waiting.append(asyncio.ensure_future(ask("POST", path, body)))
+            await asyncio.sleep(0.2)
+        go_on.set()
+        *_, late = await asyncio.gather(*waiting, return_exceptions=True)
+        assert "404" in str(late) and "'p-v2'" in str(late)
+        write_weights(tmp_path / "w", policy.model, 1)
+        await ask("POST", "/weights", {})
+        with pytest.raises(RemoteError, match="404.*'p-v2' is not served"):
+            await ask("POST", "/v1/completions", asked | {"model": "p-v2"})
 
 
 async def test_what_cannot_be_swapped(tiny, tmp_path):

@@ -215,13 +215,14 @@ def entries(command: Any) -> dict[str, Any]:
 
 
 def refuse_unread(command: Any, rules: Sequence[tuple[str, Any, str]]) -> None:
-    """UsageError for an option that would do nothing. A rule is (options, whether they are read, the words behind one that is
-    not)."""
+    """UsageError for an option that would do nothing, on the command line or in a recipe. A rule is (options, whether they are
+    read, the words behind one that is not)."""
     changed = entries(command)
     for options, read, why in rules:
         if name := next((name for name in options.split() if name in changed and not read), None):
             values = changed[name] if isinstance(changed[name], tuple) else [changed[name]]
-            raise UsageError(" ".join([f"--{name.replace('_', '-')}", *(str(v) for v in values if v is not True), why]))
+            raise UsageError(" ".join([f"--{name.replace('_', '-')}", *(str(v) for v in values if v is not True), why,
+                                       "(a line of a recipe counts, too)"]))
 
 
 def written(method: str, options: dict[str, Any]) -> str:

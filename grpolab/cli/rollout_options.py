@@ -36,7 +36,7 @@ COMPLETIONS = (None, "server_url")  # of prompts, sampled by this process or by 
 READ_BY = {  # options that only some sources of rollouts read
     "reward": (*COMPLETIONS, "tools"), "data curriculum": (*COMPLETIONS, "env", "tools", "agent"), "action_format": ("env",),
     "pool_size max_turns": ("env", "tools"), "max_total_tokens": KINDS, "timeout": ("agent", "atropos_url"),
-    "refills": COMPLETIONS, "held_out held_out_data": (*COMPLETIONS, "env", "tools"), "replay_every": (None, "env", "tools"),
+    "refills": COMPLETIONS, "held_out held_out_data": (*COMPLETIONS, "env", "tools"),
     "exact": (None, "env", "tools", "agent"),
 }
 

@@ -57,7 +57,8 @@ class Scout:
         files = [name for name in self.tasks if name != "arithmetic" and not name.startswith(GYM)]
         refuse_unread(self, [
             ("reward", files, "is of rows in files: arithmetic and gym: have their own"),
-            ("ops max_operand max_factor", "arithmetic" in self.tasks, "is of the task arithmetic: name it, too")])
+            ("ops max_operand max_factor", "arithmetic" in self.tasks,
+             "is of the task arithmetic: leave it out, or name arithmetic, too")])
         if self.save and (self.save.is_dir() or self.save.resolve() in [Path(name).resolve() for name in self.tasks]):
             raise UsageError(f"--save {self.save} is a folder, or a file of tasks, which the table would replace: name another")
         named = [task for name in dict.fromkeys(self.tasks) for task in self.named(name)]

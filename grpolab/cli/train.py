@@ -76,7 +76,7 @@ class Training:
     dry_run: bool = False  # print the plan of memory and hours, and train nothing
     held_out_data: Path | None = None  # JSONL rows to measure on: as in --data, or with an answer
     select_every: int = 0  # every N steps, measure on what is held out, and keep the best policy beside the last (0: never)
-    replay_every: int = 0  # every N steps, keep the weights from which `grpolab replay` generates rollouts again (0: never)
+    replay_every: int = 0  # every N steps of grpo, keep the weights that replay, browse, bisect and fork need (0: never)
     export_every: int = 0  # every N steps, save the policy as policy-<steps> in the run's folder (0: only at the end)
     keep_last: int = 3  # of those folders
     show_every: int = 20  # every N steps, print a sample: a completion, of GRPO the rollout with the highest reward (0: never)
@@ -158,7 +158,8 @@ class Training:
         """Which options are read only beside others: rules of `recipe.refuse_unread`."""
         return [
             ("lora_alpha lora_dropout lora_target", self.lora_rank, "is an adapter's: add --lora-rank N"),
-            ("replay_every", self.method == "grpo", "is of grpo, whose rollouts can be generated again: leave it out"),
+            ("replay_every", self.method == "grpo", "is of grpo, whose steps can be looked at again: leave it out"),
+            ("keep_last", self.export_every, "is of --export-every N: add it"),
             ("fixed_prompts", self.select_every, "needs --select-every N, which says how often"),
             ("held_out held_out_data", self.select_every or self.method == "sft",
              "is measured every --select-every N steps: add it, or leave --held-out and --held-out-data")]
@@ -368,6 +369,8 @@ class GRPO(TaskTraining):
     def check(self) -> None:
         super().check()
         self.rollouts.check(self.reward, self.lora_rank)
+        if self.rollouts.tools and not self.data:
+            raise UsageError("--tools needs --data FILE, rows with a prompt")
 
     def conditions(self) -> list[tuple[str, Any, str]]:
         return [*self.rollouts.conditions(), *super().conditions()]

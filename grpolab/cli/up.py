@@ -112,7 +112,8 @@ def trainer_of(up: Up, further: Sequence[str]) -> tuple[GRPO, Path | None]:
     if options.kind not in (None, "atropos_url") or training.reward:
         raise UsageError("grpolab up trains on an environment of Atropos: leave --env, --tools, --agent and --reward out")
     if training.print_config or training.dry_run:
-        raise UsageError("--print-config, or dry-run in a recipe: say --dry-run to grpolab up, which prints the recipe, too")
+        raise UsageError(f"--print-config, or dry-run in {up.recipe}: take it out, and say --dry-run to grpolab up, which "
+                         "prints the recipe, too")
     if training.data and not up.environment.startswith(OWN):
         raise UsageError(f"--data {training.data}: {up.environment!r} is not told it; leave it out, or name it in that command")
     way = options.weight_bridge or ("lora_only" if training.lora_rank else "shared")

@@ -8,6 +8,7 @@ schema can (`oneOf`, a key twice).
 from __future__ import annotations
 
 import json
+import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
@@ -29,6 +30,8 @@ REQUEST_SECONDS, EARNED = 1.0, 0.01  # of all the checks of a request together, 
 WHITESPACE = r"( |\n {0,16})?"  # between two parts of JSON
 OPENING, CLOSING = '<tool_call>\n{"name": "', "}\n" + END_OF_CALL  # of a call in the form of Hermes
 MOST_CHARACTERS, MOST_OBJECTS = 64 * 2**10, 500  # of a schema, which is itself checked once, a millisecond an object
+MOST_TYPES = 32  # that a part of a schema names: they are compared with one another
+MOST_WRITTEN = 50_000  # characters by which its patterns may grow (`_growth`), some 50 bytes each
 
 _until: ContextVar[float] = ContextVar("until")
 
@@ -59,9 +62,19 @@ def _error(schema: Any, value: Any, seconds: float) -> str | None:
         error = next(_Validator(schema, registry=REGISTRY).iter_errors(value), None)
     except (TimeoutError, RecursionError):
         return f"it was not checked within {max(seconds, 0):.2g} s: take a simpler schema"
-    except ArithmeticError as error:  # "multipleOf" of a number that is beyond a float
+    except (ArithmeticError, AttributeError, TypeError) as error:  # a "multipleOf" beyond floats; a "$ref" to what is no schema
         return f"it cannot be checked: {error}"[:300]
     return error and f"{error.json_path}: {error.message}"[:300]
+
+
+def _growth(pattern: str) -> int:
+    """By how many characters a pattern may grow when it is compiled: `regex` writes out `X{3}` as four X and `X+` as two, in
+    groups within groups, too."""
+    if regex.search(r"\(\?[\w-]*x", pattern):
+        raise ValueError(f"pattern {pattern!r:.60}: this service does not support the flag x; write it without")
+    repeats = [(before, int(least) + 1) for before, least in regex.findall(r"(?s)(.)\{(\d+)", pattern)]
+    groups = math.prod(n for before, n in repeats if before == ")") << pattern.count(")+")
+    return len(pattern) * ((1 + sum(n for before, n in repeats if before != ")")) * groups - 1)
 
 
 def _check_parts(schema: Any, lookup: Callable[[str], Any]) -> None:
@@ -93,7 +106,13 @@ def _check_size(text: str) -> None:
 def _checked(text: str) -> Any:
     """A schema of its JSON; ValueError for one that cannot be checked."""
     _check_size(text)
-    schema = json.loads(text)
+    objects: list[dict] = []
+    schema = json.loads(text, object_hook=lambda part: objects.append(part) or part)
+    if any(isinstance(part.get("type"), list) and len(part["type"]) > MOST_TYPES for part in objects):
+        raise ValueError(f"the schema is none: a type is a name, or a list of at most {MOST_TYPES}")
+    if sum(_growth(part["pattern"]) for part in objects if isinstance(part.get("pattern"), str)) > MOST_WRITTEN:
+        raise ValueError(f"pattern: repeats are written out, and this service takes {MOST_WRITTEN} characters of them in a "
+                         "schema; repeat less, or bound a length by maxLength")
     if error := next(Draft202012Validator(Draft202012Validator.META_SCHEMA, registry=REGISTRY).iter_errors(schema), None):
         raise ValueError(f"the schema is none: {error.json_path}: {error.message}"[:300])
     _check_parts(schema, REGISTRY.resolver_with_root(DRAFT202012.create_resource(schema)).lookup)
@@ -126,6 +145,9 @@ def answer_check(wanted: Any) -> AnswerFormat | None:
     if kind not in ("text", "json_object", "json_schema") or not isinstance(about, dict) or "schema" not in about:
         raise ValueError('it is {"type": "text"}, {"type": "json_object"} or {"type": "json_schema", "json_schema": '
                          '{"name": ..., "schema": {...}}}')
+    known = {"type", "json_schema"} if kind == "json_schema" else {"type"}
+    if others := (wanted.keys() - known) | (about.keys() - {"name", "description", "schema", "strict"}):
+        raise ValueError(f"this service does not support {min(others)!r:.60} here; leave it out")
     check_json(about["schema"])
     schema = _checked(json.dumps(about["schema"]))
     return None if kind == "text" else AnswerFormat(schema)

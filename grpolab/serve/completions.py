@@ -12,14 +12,14 @@ from dataclasses import replace
 
 from starlette.responses import JSONResponse
 
-from grpolab.chat import call_form, tokenising
+from grpolab.chat import call_form, longest_token, tokenising
 from grpolab.decode.constraint import compiling
 from grpolab.decode.requests import Request
 from grpolab.decode.sampling import SamplingParams
-from grpolab.models.load import Policy
 from grpolab.rollouts import Rollout
 from grpolab.serve import openai_schema
-from grpolab.serve.openai_schema import ChatRequest, CompletionRequest, Refused, TextRequest
+from grpolab.serve.detokenizer import StreamedText, text_of
+from grpolab.serve.openai_schema import ChatRequest, CompletionRequest, Refused, TextRequest, unknown_model
 from grpolab.serve.scoring import Scores, scores
 from grpolab.serve.sessions import Prompt, Session
 from grpolab.serve.state import Service
@@ -40,23 +40,28 @@ class CompletionResponse:
         self.prompts: list[Prompt] = []
         self.form = ""  # in which the answer's calls are written
         self.job: Request | None = None  # at the sampler
-        self.answered = 0  # choices that the caller got, or is about to
+        self.answered, self.ended = 0, False  # choices that the caller got, or is about to; nobody waits for more
 
     async def __call__(self, scope, receive, send) -> None:
         service, request = self.service, self.request
         if service.stopping:
             raise Refused(503, "the service is shutting down")
+        rows = request.n * (1 if isinstance(request, ChatRequest) else len(request.prompt))
+        if rows > (most := service.options.max_rows):
+            raise Refused(400, f"this request asks for {rows} completions, and this service takes {most} at a time", "n")
+        self._most_tokens(self._least_tokens(), "at least ")
         self.prompts = await self._tokenised()
         if self.constrained:
             await self._constrain()
-        most = self._most_tokens()
-        rows = len(self.prompts) * request.n
+        most = self._most_tokens(max(len(p.ids) for p in self.prompts))
         await service.admit(rows)
+        self._choose_weights()
         if isinstance(request, TextRequest) and request.echo:
-            return await JSONResponse(await self._scored())(scope, receive, send)
-        self.params = replace(self.params, max_new_tokens=most)
-        events = self._submit()
-        answer = self._stream(events, send) if request.stream else self._whole(events, scope, receive, send)
+            answer = self._scored(scope, receive, send)
+        else:
+            self.params = replace(self.params, max_new_tokens=most)
+            events = self._submit()
+            answer = self._stream(events, send) if request.stream else self._whole(events, scope, receive, send)
         answering, leaving = asyncio.create_task(answer), asyncio.create_task(_disconnected(receive))
         try:
             await asyncio.wait({answering, leaving}, return_when=asyncio.FIRST_COMPLETED)
@@ -66,9 +71,11 @@ class CompletionResponse:
                 service.counts["cancelled"] += 1
                 self.session.cancelled += rows - self.answered
         finally:
+            self.ended = True
             answering.cancel()
             leaving.cancel()
-            self.job.cancel()
+            if self.job is not None:
+                self.job.cancel()
             service.jobs.discard(self.job)
             self.session.open.discard(self.job)
 
@@ -86,7 +93,21 @@ class CompletionResponse:
             raise Refused(400, "this session is trained on, and the loss could not use a rollout that is constrained: leave "
                                "response_format and tool_choice out, or serve the policy without constrained",
                           "response_format" if self.request.response_format else "tool_choice")
-        return params if params.seed is not None else replace(params, seed=session.next_seed())
+        return params
+
+    def _choose_weights(self) -> None:
+        """Those that the service has now; Refused where they came while the request waited, and it names others."""
+        if self.request.model not in self.service.names:
+            raise unknown_model(self.request.model, self.service.names)
+        self.version, self.mark = self.policy.version, self.service.mark
+
+    def _least_tokens(self) -> int:
+        """That the longest prompt has at least, by its characters: to tokenise 4 MB takes seconds."""
+        if isinstance(self.request, ChatRequest):
+            most = sum(len(message.get("content") or "") for message in self.request.messages)
+        else:
+            most = max((len(prompt) for prompt in self.request.prompt if isinstance(prompt, str)), default=0)
+        return -(-most // longest_token(self.policy.tokenizer))
 
     async def _tokenised(self) -> list[Prompt]:
         """The token ids of each prompt, and the form of an answer's calls."""
@@ -94,7 +115,7 @@ class CompletionResponse:
 
         def encode() -> list[Prompt]:
             if not isinstance(request, ChatRequest):
-                return [session.prompt_of_completion(tokenizer, prompt) for prompt in request.prompt]
+                return session.prompts_of_completions(tokenizer, request.prompt)
             self.form = call_form(tokenizer) if request.calls else ""
             if self.form not in ("hermes", "") and (
                     request.call_prefix or self.constrained or not request.parallel_tool_calls):
@@ -119,22 +140,22 @@ class CompletionResponse:
         except ValueError as error:
             raise Refused(400, str(error), "response_format" if request.response_format else "tool_choice") from None
 
-    def _most_tokens(self) -> int:
-        """Tokens that a completion may take; Refused, with the numbers, where they do not fit."""
-        most, context = self.request.max_tokens, self.service.sampler.context
+    def _most_tokens(self, longest: int, at_least: str = "") -> int:
+        """Tokens that a completion of the longest prompt may take; Refused, with the numbers, where they do not fit. `at_least`
+        where it has this many tokens or more, and they are not yet counted."""
+        most, context = None if at_least else self.request.max_tokens, self.service.sampler.context
         context = min(context, self.session.limit or context)
-        longest = max(len(p.ids) for p in self.prompts)
         room = context - longest
         if room < (1 if most is None else most):
             also = "" if most is None else f" and {most} for the completion"
             remedy = "shorten it" if room < 1 else f"shorten it, or ask for at most {room}"
-            raise Refused(400, f"the context is {context} tokens here, and the request has {longest} in its prompt{also}: "
-                               f"{remedy}", self.request.prompt_field, "context_length_exceeded")
+            raise Refused(400, f"the context is {context} tokens here, and the request has {at_least}{longest} in its "
+                               f"prompt{also}: {remedy}", self.request.prompt_field, "context_length_exceeded")
         default = room if isinstance(self.request, ChatRequest) else openai_schema.COMPLETION_TOKENS
         return most or min(room, self.session.max_tokens or default)
 
-    async def _scored(self) -> dict:
-        """The prompts with the log-prob at temperature 1 of each token but the first, by the trainer's forward; with
+    async def _scored(self, scope, receive, send) -> None:
+        """Answer with the prompts and the log-prob at temperature 1 of each token but the first, by the trainer's forward; with
         logprobs=1 also the most probable token at each place, and with max_tokens=1 the one that follows."""
         if self.recorded:
             raise Refused(400, "a session records what is sampled: ask for a prompt's log-probs outside of it", "echo")
@@ -144,13 +165,15 @@ class CompletionResponse:
         if wrong := next((t for ids in sequences for t in ids if t >= vocab), None):
             raise Refused(400, f"the prompt holds token id {wrong}, outside the vocabulary 0..{vocab - 1}", "prompt")
 
-        def score() -> tuple[int, list[Scores]]:
+        def score() -> list[Scores]:
             self._refuse_torn()
-            return policy.version, scores(policy, sequences)
+            self._choose_weights()  # others may have come before its turn
+            return scores(policy, sequences, lambda: self.ended)
 
-        version, found = await self.service.sampler.run(score)
+        found = await self.service.sampler.run(score)
         choices = [self._scored_choice(i, ids, of) for i, (ids, of) in enumerate(zip(sequences, found))]
-        return self._body(version, choices) | self._usage([], self.request.max_tokens * len(choices))
+        body = self._body(self.version, choices) | self._usage([], self.request.max_tokens * len(choices))
+        await JSONResponse(body)(scope, receive, send)
 
     def _scored_choice(self, index: int, prompt: tuple[int, ...], of: Scores) -> dict:
         tokens, logps = prompt, [None, *of.logps]
@@ -168,6 +191,8 @@ class CompletionResponse:
         """Hand the request to the sampler. For a stream the queue gets (prompt index, sample index, tokens, logps) as they come
         and (prompt index, sample index, rollout) of those that are finished; and None at the end."""
         service, loop, events = self.service, asyncio.get_running_loop(), asyncio.Queue()
+        if self.recorded and self.params.seed is None:  # not before: a request that is refused takes none
+            self.params = replace(self.params, seed=self.session.next_seed())
 
         def put(*event) -> None:
             with suppress(RuntimeError):  # the loop has ended, and with it who listens
@@ -234,7 +259,7 @@ class CompletionResponse:
         chat = isinstance(self.request, ChatRequest)
         body = {"id": self.id, "object": self.request.object_name + ".chunk" * (self.request.stream and chat),
                 "created": int(time.time()), "model": self.service.name,
-                "system_fingerprint": openai_schema.fingerprint(version, self.service.mark), "choices": choices}
+                "system_fingerprint": openai_schema.fingerprint(version, self.mark), "choices": choices}
         ids = [choice.pop("prompt_token_ids", None) for choice in choices] if chat else []
         return body | ({"prompt_token_ids": ids[0]} if ids and ids[0] else {})
 
@@ -269,7 +294,7 @@ class CompletionResponse:
 
     async def _chunks(self, events: asyncio.Queue) -> AsyncIterator[dict]:
         """A chunk for what is new of a choice, at last the usage if it is wanted; an error where there is one."""
-        request, version = self.request, self.policy.version
+        request = self.request
         texts = [StreamedText(self.policy, self.params) for _ in range(len(self.prompts) * request.n)]
         try:
             while event := await events.get():
@@ -289,10 +314,10 @@ class CompletionResponse:
                     chunk = openai_schema.choice(request, index, delta, new, *logps, pieces, text.offset, prompt=prompt)
                     text.sent, text.offset = max(end, text.sent), text.offset + sum(map(len, pieces))
                 text.first = False
-                yield self._body(version, [chunk])
+                yield self._body(self.version, [chunk])
             rollouts = self._rollouts()
             if request.stream_options.include_usage:
-                yield self._body(version, []) | self._usage(rollouts)
+                yield self._body(self.version, []) | self._usage(rollouts)
         except Refused as refused:
             yield refused.body
 
@@ -305,43 +330,3 @@ class CompletionResponse:
 async def _disconnected(receive) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass
-
-
-# --- the text that a caller reads -------------------------------------------------------------------------------------
-
-
-def text_of(policy: Policy, rollout: Rollout, stops: Sequence[str]) -> str:
-    """The text of a finished rollout: without the end token, and up to the stop that ended it."""
-    text = policy.decode(rollout.tokens[:-1] if rollout.finish_reason == "stop_id" else rollout.tokens)
-    return text[: _stop_in(text, stops)] if rollout.finish_reason == "stop_string" else text
-
-
-class StreamedText:
-    """The text of a rollout while it grows, without what may still become a character or a stop. It is decoded as a whole each
-    time (0.1 ms for 1000 tokens), since what a token says may depend on those before."""
-
-    def __init__(self, policy: Policy, params: SamplingParams):
-        self.policy, self.stops, self.stop_ids = policy, params.stop_strings, frozenset(params.stop_ids)
-        self.first, self.sent, self.offset = True, 0, 0  # whether nothing was sent, else its characters, those of its tokens
-        self._text = ""
-        self._tokens: list[int] = []
-
-    def add(self, tokens: Sequence[int]) -> str:
-        """All of the text so far."""
-        self._tokens += [t for t in tokens if t not in self.stop_ids]
-        text = self.policy.decode(self._tokens).rstrip("\ufffd")
-        longest = min(len(text), max((len(s) - 1 for s in self.stops), default=0))
-        begun = next((n for n in range(longest, 0, -1) if any(s.startswith(text[-n:]) for s in self.stops)), 0)
-        return self._grown(text[: min(_stop_in(text, self.stops), len(text) - begun)])
-
-    def end(self, rollout: Rollout) -> str:
-        return self._grown(text_of(self.policy, rollout, self.stops))
-
-    def _grown(self, text: str) -> str:
-        self._text = text if text.startswith(self._text) else self._text
-        return self._text
-
-
-def _stop_in(text: str, stops: Sequence[str]) -> int:
-    """Where the first of the stops begins; the end of the text where it has none."""
-    return min((at for s in stops if (at := text.find(s)) >= 0), default=len(text))

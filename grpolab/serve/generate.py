@@ -54,9 +54,9 @@ class GenerateRequest(TextRequest):
 
 
 class GenerateResponse(CompletionResponse):
-    def _most_tokens(self) -> int:
-        room = self.service.sampler.context - len(self.prompts[0].ids)
-        return min(self.request.max_tokens or COMPLETION_TOKENS, room) if room > 0 else super()._most_tokens()
+    def _most_tokens(self, longest: int, at_least: str = "") -> int:
+        room = self.service.sampler.context - longest
+        return min(self.request.max_tokens or COMPLETION_TOKENS, room) if room > 0 else super()._most_tokens(longest, at_least)
 
     def _answer(self, rollouts: Sequence[Rollout], read: Sequence[tuple[ParsedTurn, str | None]]) -> dict:
         return {
@@ -64,4 +64,4 @@ class GenerateResponse(CompletionResponse):
             "finish_reasons": ["stop" if r.finish_reason in ENDED else "length" for r in rollouts],
             "logprobs": [[[{token: logp}] for token, logp in zip(r.tokens, r.logps)] for r in rollouts],
             "prompt_token_ids": self.prompts[0].ids, "token_ids": [r.tokens for r in rollouts],
-            "system_fingerprint": fingerprint(min(r.policy_version for r in rollouts), self.service.mark)}
+            "system_fingerprint": fingerprint(min(r.policy_version for r in rollouts), self.mark)}

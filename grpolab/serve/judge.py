@@ -9,7 +9,6 @@ import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
-from weakref import WeakKeyDictionary
 
 from grpolab.files import append
 from grpolab.rollouts import Rollout
@@ -57,7 +56,7 @@ class Judge:
         self.model, self.scale, self.question, self.at_once, self.max_tokens = model, scale, question, at_once, max_tokens
         self.cache, self.asked, self.__name__ = cache and Path(cache), 0, f"judge {model}"
         self._replies: dict[str, str] = {}
-        self._free: WeakKeyDictionary = WeakKeyDictionary()  # event loop -> its requests, of all batches together
+        self._free: dict = {}  # event loop -> its requests, of all batches together
         if self.cache:
             self.cache.parent.mkdir(parents=True, exist_ok=True)
             self.cache.touch()
@@ -70,6 +69,8 @@ class Judge:
 
     async def batch(self, texts: Sequence[str], rows: Sequence[Any], rollouts: Sequence[Rollout]) -> list[Any]:
         """A number, None or an error for each."""
+        for closed in [loop for loop in list(self._free) if loop.is_closed()]:
+            self._free.pop(closed, None)
         free = self._free.setdefault(asyncio.get_running_loop(), asyncio.Semaphore(self.at_once))
         questions = [self.question(text, row, *self.scale) for text, row in zip(texts, rows)]
 

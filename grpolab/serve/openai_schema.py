@@ -35,6 +35,9 @@ ENDED = ("eos", "stop_id", "stop_string")  # finish reasons that OpenAI calls "s
 NEUTRAL = {"presence_penalty": 0, "frequency_penalty": 0, "repetition_penalty": 1, "logit_bias": {}, "top_logprobs": 0,
            "min_tokens": 0, "length_penalty": 1, "use_beam_search": False, "functions": [], "function_call": "none",
            "echo": False, "best_of": 1, "store": False, "metadata": {}, "modalities": ["text"], "suffix": ""}
+# What they may say of sampling where a prompt is scored.
+UNSAMPLED = {"temperature": (0, 1), "top_p": (1,), "top_k": (0, -1), "min_p": (0,), "ignore_eos": (False,), "stop": ([],),
+             "stop_token_ids": ([],)}
 
 
 class Refused(ValueError):
@@ -242,6 +245,9 @@ class TextRequest(CompletionRequest):
             raise ValueError("logprobs: this service gives the log-prob of the sampled token alone; send logprobs=0")
         if self.max_tokens == 0 and not self.echo:
             raise ValueError("max_tokens: nothing would be sampled: ask for at least 1, or for the prompt's log-probs by echo")
+        for name in UNSAMPLED if self.echo else ():
+            if getattr(self, name) not in UNSAMPLED[name]:
+                raise ValueError(f"{name}: with echo a prompt is scored at temperature 1, and nothing is sampled; leave it out")
         return self
 
     def content(self, turn: ParsedTurn) -> dict:
@@ -278,6 +284,8 @@ def check_request(request: CompletionRequest, models: Sequence[str]) -> Completi
             raise Refused(400, f"this service does not support {name[:80]!r} (sent: {json.dumps(value)[:60]}); leave it out. "
                                f"It takes: {', '.join(sorted(type(request).model_fields))}", name[:80],
                           "unsupported_parameter")
+    if "stream_options" in request.model_fields_set and not request.stream:
+        raise Refused(400, "stream_options: this answer is no stream; send stream=true, or leave them out", "stream_options")
     if request.model not in models:
         raise unknown_model(request.model, models)
     return request
@@ -300,7 +308,7 @@ def choice(request: CompletionRequest, index: int, content: dict, tokens: Sequen
     """A choice of an answer or of a chunk: its text (`content`), its new tokens with their own texts (`pieces`, from character
     `offset` on; none where log-probs are not wanted), and once it is finished its rollout, read for calls as `turn`, and
     what of its text is not in the format that was asked for."""
-    finish = rollout and ("tool_calls" if turn.calls else "stop" if rollout.finish_reason in ENDED else "length")
+    finish = rollout and ("length" if rollout.finish_reason not in ENDED else "tool_calls" if turn.calls else "stop")
     body = {"index": index, **content, "finish_reason": finish,
             "logprobs": request.logprobs_of(pieces, logps, offset) if pieces else None}
     if request.return_token_ids:

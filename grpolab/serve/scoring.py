@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -28,12 +28,15 @@ class Scores:
 
 
 @torch.no_grad()
-def scores(policy: Policy, sequences: Sequence[Sequence[int]]) -> list[Scores]:
-    """The Scores of each sequence. A token that is the most probable one has its log-prob in every bit."""
+def scores(policy: Policy, sequences: Sequence[Sequence[int]], ended: Callable[[], bool]) -> list[Scores]:
+    """The Scores of each sequence. A token that is the most probable one has its log-prob in every bit. Those of no further
+    sequences once `ended` says that nobody waits for them."""
     config, out = GRPOConfig(), []
     rollouts = [given(ids[:1], (*ids[1:], 0), (1,) * len(ids)) for ids in sequences]  # 0 in the place of what would follow
     with policy.acting():
         for part in parts_of(policy, rollouts, config.token_budget, share=config.share_prompts):
+            if ended():
+                break
             layout = lay_out(rollouts[part], share=config.share_prompts, pad_id=policy.pad_id)
             hidden, head, columns = rollout_states(policy, layout), head_of(policy), []
             for h, targets in zip(hidden.split(CHUNK), layout.target.to(policy.device).split(CHUNK)):

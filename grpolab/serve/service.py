@@ -36,7 +36,7 @@ from grpolab.models.load import Policy
 from grpolab.models.lora import exchange
 from grpolab.serve.completions import CompletionResponse
 from grpolab.serve.generate import GenerateRequest, GenerateResponse
-from grpolab.serve.mapped import attach, detach
+from grpolab.serve.mapped import SharedLock, attach, detach
 from grpolab.serve.openai_schema import (
     ChatRequest,
     CompletionRequest,
@@ -60,7 +60,7 @@ MAX_BODY = 4 * 2**20  # bytes of a request
 class NewSession(Strict):
     """Options as in `Session`; what is left out is the service's."""
 
-    id: str | None = None
+    id: str | None = Field(None, min_length=1)
     seed: int | None = Field(None, ge=0, lt=2**63)
     temperature: float = Field(1.0, ge=COLDEST, le=100)
     max_tokens: int | None = Field(None, ge=1)
@@ -77,9 +77,9 @@ class NewAdapter(Strict):
     """vLLM's fields, and the version. An adapter always takes the place of the one before, so `load_inplace` says nothing."""
 
     lora_name: str = Field(min_length=1)
-    lora_path: str = Field(min_length=1)
+    lora_path: str = Field(min_length=1, pattern=r"^[^\x00]*$")
     load_inplace: bool = True
-    policy_version: int | None = None
+    policy_version: int | None = Field(None, ge=0, lt=2**63)
 
 
 async def complete(request: Request, kind: type[CompletionRequest]) -> CompletionResponse:
@@ -142,8 +142,8 @@ async def load_weights(request: Request):
         if wanted.mapped:
             policy.version, service.mark = attach(path, policy, wanted.mark), wanted.mark
         else:
-            detach(policy)
-            policy.version, service.mark = read_weights(path, policy.model, wanted.mark)
+            policy.version, service.mark = read_weights(path, policy.model, wanted.mark, before=lambda: detach(policy))
+        service.adapter = None
         return policy.version
 
     return JSONResponse({"policy_version": await service.between_completions(load)})
@@ -162,6 +162,9 @@ async def load_adapter(request: Request):
         raise Refused(400, f"{new.lora_name!r} is the served model: call the adapter something else", "lora_name")
 
     def load() -> int:
+        if isinstance(service.policy.lock, SharedLock):
+            raise ValueError("the weights are a trainer's own, which are mapped, and an adapter would change them there: load "
+                             "whole weights first (SharedFile), or start a server of its own for the adapter")
         exchange(service.policy.model, folder)
         service.policy.version = service.policy.version + 1 if new.policy_version is None else new.policy_version
         service.adapter, service.mark = new.lora_name, folder.name

@@ -104,13 +104,12 @@ class Session:
                 return Prompt(turn.ids + tuple(rest) + begun, turn, keys[-1])
         return Prompt(tuple(prompt_ids(tokenizer, messages, tools)) + begun, None, keys[-1])
 
-    def prompt_of_completion(self, tokenizer, prompt: str | Sequence[int]) -> Prompt:
+    def prompts_of_completions(self, tokenizer, prompts: Sequence[str | Sequence[int]]) -> list[Prompt]:
         """Token ids go on from the longest turn that they begin with; a text is a prompt of its own."""
-        if isinstance(prompt, str):
-            return Prompt(tuple(text_ids(tokenizer, prompt)))
-        ids = tuple(prompt)
-        begun = [turn for turn in list(self.turns) if ids[: len(turn.ids)] == turn.ids]
-        return Prompt(ids, max(begun, key=lambda turn: len(turn.ids), default=None))
+        turns = sorted(((turn.ids, turn) for turn in list(self.turns)), key=lambda of: len(of[0]), reverse=True)
+        return [Prompt(tuple(text_ids(tokenizer, prompt))) if isinstance(prompt, str) else
+                Prompt(tuple(prompt), next((turn for ids, turn in turns if tuple(prompt[: len(ids)]) == ids), None))
+                for prompt in prompts]
 
     def record(self, prompt: Prompt, rollout: Rollout, answer: ParsedTurn, ended: bool) -> Turn | None:
         """Keep an answer as its caller got it; None where the session is closed."""

@@ -105,10 +105,8 @@ class Service:
         return [{"id": name} | about | (adapter if name == self.adapter else {}) for name in self.names]
 
     async def admit(self, rows: int) -> None:
-        """Wait while new weights are loaded. Refused where so many more completions do not fit."""
+        """Wait while new weights are loaded. Refused where so many more completions do not fit now."""
         most = self.options.max_rows
-        if rows > most:
-            raise Refused(400, f"this request asks for {rows} completions, and this service takes {most} at a time", "n")
         async with self._loading:
             pass
         if self.rows + rows > most:  # after the wait: whoever waited here adds to the rows at once
@@ -118,15 +116,15 @@ class Service:
         """Load weights, once what is being sampled is finished, also for those who use the Sampler itself; newcomers wait.
         Returns their version. Refused for weights that do not fit."""
 
-        def unless_busy() -> int | None:  # in the worker's thread, where nothing begins or ends meanwhile
-            try:
-                return None if self.sampler.busy else load()
-            except (OSError, ValueError, ImportError) as error:
+        async def unless_busy() -> int | None:
+            try:  # in the worker's thread, where nothing begins or ends meanwhile
+                return await self.sampler.run(lambda: None if self.sampler.busy else load())
+            except (OSError, ValueError, ImportError) as error:  # also of an engine that does not fit
                 raise Refused(409, str(error)) from error
 
         async with self._loading:
             until = time.monotonic() + DRAIN_ROWS
-            while self.rows or (version := await self.sampler.run(unless_busy)) is None:
+            while self.rows or (version := await unless_busy()) is None:
                 if time.monotonic() > until:
                     raise Refused(503, f"completions still run after {DRAIN_ROWS:.0f} s; the weights are as they were")
                 await asyncio.sleep(0.002)

@@ -53,9 +53,10 @@ def write_weights(path: Path, model: torch.nn.Module, version: int) -> str:
 
 
 @torch.no_grad()
-def read_weights(path: Path, model: torch.nn.Module, expected: str | None = None) -> tuple[int, str]:
-    """Put the file's parameters into the model; returns their version and mark. ValueError, and the model is as it was, for
-    weights of another model or with another mark than `expected`."""
+def read_weights(path: Path, model: torch.nn.Module, expected: str | None = None,
+                 before: Callable[[], None] = lambda: None) -> tuple[int, str]:
+    """Put the file's parameters into the model, once they are known to fit and after a call of `before`; returns their version
+    and mark. ValueError, and the model is as it was, for weights of another model or with another mark than `expected`."""
     try:
         tensors = load(path.read_bytes())  # a reader by name could find the next file half-way
         version, number = tensors.pop(STATE).tolist()
@@ -71,6 +72,7 @@ def read_weights(path: Path, model: torch.nn.Module, expected: str | None = None
     if wrong:
         raise ValueError(f"{path} holds another model: {len(wrong)} tensors differ, the first {wrong[0]!r}: "
                          f"{_form(tensors.get(wrong[0]))} there, {_form(parameters.get(wrong[0]))} in the model")
+    before()
     for name, p in parameters.items():
         p.copy_(tensors[name])
     return version, mark
