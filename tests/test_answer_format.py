@@ -58,7 +58,9 @@ def test_a_check_has_an_end(schema, text):
     ({"enum": ["x" * 70_000]}, "characters"), ({"anyOf": [{}] * 501}, "objects"), ({"const": float("nan")}, "NaN|range"),
     (json.loads('{"not":' * 99 + "{}" + "}" * 99), "nested"), ({"type": [*range(40), "a"]}, "a type is a name"),
     ({"pattern": "(a{1000}){1000}"}, "written out"), ({"pattern": "(" * 14 + "a" + "b?)+" * 14}, "written out"),
-    ({"allOf": [{"pattern": f"a{{300{i}}}"} for i in range(3)]}, "written out"), ({"pattern": "(?x)(a{1 000})"}, "the flag x"),
+    ({"allOf": [{"pattern": f"a{{3000{i}}}"} for i in range(4)]}, "written out"), ({"pattern": "(?x)(a{1 000})"}, "support"),
+    ({"pattern": "(?if)" + r"[\w.]" * 9}, "support"), ({"pattern": "(?<=(?1))(a)"}, "support"),
+    ({"pattern": "(((a{9})(?#)+)+)"}, "support"),
 ])
 def test_a_schema_that_cannot_be_checked_is_refused(schema, why):
     with pytest.raises(ValueError, match=why):
@@ -67,9 +69,17 @@ def test_a_schema_that_cannot_be_checked_is_refused(schema, why):
 
 @pytest.mark.parametrize("pattern", [
     "^[0-9a-f]{8}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{12}$", "^[A-Za-z0-9+/]{1024}$",
-    r"^[\w.+-]{1,64}@[\w-]{1,63}(\.[a-z]{2,63})+$"])
+    r"^[\w.+-]{1,64}@[\w-]{1,63}(\.[a-z]{2,63})+$", r"^\d+ \(?ext\.?\)?$", r"^[(?x!]$", r"^[ACGU]{5000}$", "(,[a-z]+)+" * 10,
+    "^(" + "([0-9a-f]{1,4}:){7,7}[0-9a-f]{1,4}|" + "|".join(f"([0-9a-f]{{1,4}}:){{1,{n}}}(:[0-9a-f]{{1,4}}){{1,{8 - n}}}"
+                                                       for n in range(1, 8)) + ")$"])
 def test_patterns_that_people_write_are_taken(pattern):
     assert "does not match" in schema_check({"pattern": pattern})('"no"')
+    assert schema_check({"anyOf": [{"pattern": pattern}] * 3})('"no"')
+
+
+def test_what_is_null_in_a_format_asks_for_nothing():
+    assert answer_check({"type": "text", "json_schema": None}) is None
+    assert answer_check({"type": "json_object", "json_schema": None})("{}") is None
 
 
 @pytest.mark.parametrize("wanted", [

@@ -8,7 +8,6 @@ schema can (`oneOf`, a key twice).
 from __future__ import annotations
 
 import json
-import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
@@ -31,7 +30,11 @@ WHITESPACE = r"( |\n {0,16})?"  # between two parts of JSON
 OPENING, CLOSING = '<tool_call>\n{"name": "', "}\n" + END_OF_CALL  # of a call in the form of Hermes
 MOST_CHARACTERS, MOST_OBJECTS = 64 * 2**10, 500  # of a schema, which is itself checked once, a millisecond an object
 MOST_TYPES = 32  # that a part of a schema names: they are compared with one another
-MOST_WRITTEN = 50_000  # characters by which its patterns may grow (`_growth`), some 50 bytes each
+MOST_WRITTEN = 100_000  # characters by which its patterns may grow (`_growth`), some 50 bytes each
+
+# The parts of a pattern: an escape, a set, a repeat, flags x, f and V1, comments and calls of groups, or a character.
+_PATTERN = regex.compile(r"(?s)\\.|\[\^?\]?(?:\\.|[^\]\\])*(?:\]|$)|\{(?P<least>\d{0,9}),?\d*\}"
+                         r"|(?P<refused>\(\?(?:[\w-]*(?:[xf]|V1)|[#&R\d]|P>))|.")
 
 _until: ContextVar[float] = ContextVar("until")
 
@@ -68,13 +71,25 @@ def _error(schema: Any, value: Any, seconds: float) -> str | None:
 
 
 def _growth(pattern: str) -> int:
-    """By how many characters a pattern may grow when it is compiled: `regex` writes out `X{3}` as four X and `X+` as two, in
-    groups within groups, too."""
-    if regex.search(r"\(\?[\w-]*x", pattern):
-        raise ValueError(f"pattern {pattern!r:.60}: this service does not support the flag x; write it without")
-    repeats = [(before, int(least) + 1) for before, least in regex.findall(r"(?s)(.)\{(\d+)", pattern)]
-    groups = math.prod(n for before, n in repeats if before == ")") << pattern.count(")+")
-    return len(pattern) * ((1 + sum(n for before, n in repeats if before != ")")) * groups - 1)
+    """By how many characters a pattern may grow when it is compiled: `regex` writes out `X{3}` as four X and `(X)+` as two, in
+    groups within groups, too. ValueError for what only `regex` knows and takes any time to compile."""
+    sizes, last, group = [0], 0, False  # of the groups that are open; of what a repeat would be of, and whether it is a group
+    for part in _PATTERN.finditer(pattern):
+        text, least = part[0], part["least"]
+        if part["refused"]:
+            raise ValueError(f"pattern {pattern!r:.60}: this service does not support {text!r}; write it without")
+        if text == "(":
+            sizes.append(1)
+        elif text == ")" and len(sizes) > 1:
+            last, group = sizes.pop(), True
+            sizes[-1] += last
+        elif least is not None or text in "+*?":
+            more = last * (int(least or 0) if least is not None else text == "+" and group)
+            sizes[-1], last, group = sizes[-1] + more + len(text), last + more, False
+        else:
+            last, group = len(text), False
+            sizes[-1] += last
+    return max(0, sum(sizes) - len(pattern))
 
 
 def _check_parts(schema: Any, lookup: Callable[[str], Any]) -> None:
@@ -106,6 +121,7 @@ def _check_size(text: str) -> None:
 def _checked(text: str) -> Any:
     """A schema of its JSON; ValueError for one that cannot be checked."""
     _check_size(text)
+    regex.purge()  # it keeps 500 patterns, of any size
     objects: list[dict] = []
     schema = json.loads(text, object_hook=lambda part: objects.append(part) or part)
     if any(isinstance(part.get("type"), list) and len(part["type"]) > MOST_TYPES for part in objects):
@@ -146,7 +162,9 @@ def answer_check(wanted: Any) -> AnswerFormat | None:
         raise ValueError('it is {"type": "text"}, {"type": "json_object"} or {"type": "json_schema", "json_schema": '
                          '{"name": ..., "schema": {...}}}')
     known = {"type", "json_schema"} if kind == "json_schema" else {"type"}
-    if others := (wanted.keys() - known) | (about.keys() - {"name", "description", "schema", "strict"}):
+    others = [key for part, keys in ((wanted, known), (about, {"name", "description", "schema", "strict"}))
+              for key in part if key not in keys and part[key] is not None]
+    if others:
         raise ValueError(f"this service does not support {min(others)!r:.60} here; leave it out")
     check_json(about["schema"])
     schema = _checked(json.dumps(about["schema"]))

@@ -191,7 +191,7 @@ class CompletionResponse:
         """Hand the request to the sampler. For a stream the queue gets (prompt index, sample index, tokens, logps) as they come
         and (prompt index, sample index, rollout) of those that are finished; and None at the end."""
         service, loop, events = self.service, asyncio.get_running_loop(), asyncio.Queue()
-        if self.recorded and self.params.seed is None:  # not before: a request that is refused takes none
+        if self.recorded and self.params.seed is None:  # not before: a request that does not fit takes none
             self.params = replace(self.params, seed=self.session.next_seed())
 
         def put(*event) -> None:
