@@ -95,6 +95,7 @@ def test_bars_have_their_values_and_intervals():
     ax = plots.rates(table, title="t")
     assert [round(p.get_height(), 6) for p in ax.patches] == [0.2, 0.6]
     assert [t.get_text() for t in ax.texts] == ["20.0%", "60.0%"]
+    assert len(plots.rates({str(k): {"exact": Interval(0.2, 0.1, 0.4)} for k in range(9)}, title="t").patches) == 9
 
 
 def test_the_curves_of_several_runs_have_colours_of_their_own_and_their_names():
