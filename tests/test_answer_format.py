@@ -82,11 +82,16 @@ def test_what_is_null_in_a_format_asks_for_nothing():
     assert answer_check({"type": "json_object", "json_schema": None})("{}") is None
 
 
-@pytest.mark.parametrize("wanted", [
-    5, {}, {"type": "xml"}, *({"type": "json_schema", "json_schema": s} for s in (None, {}, {"schema": {}, "more": 1})),
-    {"type": "json_object", "more": {}}])
+@pytest.mark.parametrize("wanted", [5, {}, {"type": "xml"}, *({"type": "json_schema", "json_schema": s} for s in (None, {}))])
 def test_what_is_no_format_is_refused(wanted):
-    with pytest.raises(ValueError, match="json_object|does not support 'more'"):
+    with pytest.raises(ValueError, match="json_object"):
+        answer_check(wanted)
+
+
+@pytest.mark.parametrize("wanted", [
+    {"type": "json_object", "more": {}}, {"type": "json_schema", "json_schema": {"schema": {}, "more": 1}}])
+def test_what_a_format_does_not_have_is_refused(wanted):
+    with pytest.raises(ValueError, match="does not support 'more'"):
         answer_check(wanted)
 
 

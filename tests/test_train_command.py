@@ -508,7 +508,7 @@ def test_a_run_with_another_reward_takes_no_others_place(tmp_path, monkeypatch, 
     (tmp_path / "pays.py").write_text("def one(text, row, rollout):\n    return 1.0\n\n\n"
                                       "def two(text, row, rollout):\n    return 2.0\n")
     (tmp_path / "rows.jsonl").write_text('{"prompt": "1 + 1 = ", "answer": 2}\n' * 4)
-    asked = ["grpo", "tiny", *SHORT[:8], "--data", "rows.jsonl", "--reward"]
+    asked = ["grpo", "tiny", *THREE_STEPS, "--data", "rows.jsonl", "--reward"]
     table = tmp_path / "runs" / "cli_grpo" / "tiny" / "metrics.csv"
     assert main([*asked, "pays.py:one"]) == 0 and main([*asked, "pays.py:one", "--show-every", "0"]) == 0
     assert not (tmp_path / "runs/cli_grpo/tiny.1").exists() and set(pd.read_csv(table)["reward"]) == {1.0}
@@ -529,8 +529,9 @@ def test_a_run_with_another_reward_takes_no_others_place(tmp_path, monkeypatch, 
 
 # --- what a training leaves -------------------------------------------------------------------------------------------
 
-SHORT = ["--steps", "3", "--prompts-per-step", "2", "--group-size", "2", "--max-new-tokens", "4", "--ops", "+",
-         "--max-operand", "9"]
+THREE_STEPS = ["--steps", "3", "--prompts-per-step", "2", "--group-size", "2", "--max-new-tokens", "4"]
+OF_SUMS = ["--ops", "+", "--max-operand", "9"]  # what arithmetic alone reads
+SHORT = [*THREE_STEPS, *OF_SUMS]
 
 
 def test_exports_a_recipe_a_sample_and_rows_for_trackers(tmp_path, monkeypatch, capsys):
@@ -597,10 +598,10 @@ async def test_one_interrupt_lets_the_step_end_and_a_second_ends_the_process(cap
 
 # --- where rollouts come from -----------------------------------------------------------------------------------------
 
-EPISODES = [*SHORT[:8], "--pool-size", "4", "--max-turns", "2", "--max-total-tokens", "64"]
+EPISODES = [*THREE_STEPS, "--pool-size", "4", "--max-turns", "2", "--max-total-tokens", "64"]
 
 
-@pytest.mark.parametrize("flags", [["--env", "calculator", "--held-out", "3", "--select-every", "3", *SHORT[8:]],
+@pytest.mark.parametrize("flags", [["--env", "calculator", "--held-out", "3", "--select-every", "3", *OF_SUMS],
                                    pytest.param(["--env", "guess"], marks=pytest.mark.full),
                                    ["--env", "own_env:Echo", "--data", "words.jsonl", "--curriculum", "level"]])
 def test_episodes_in_an_environment(tmp_path, monkeypatch, capsys, flags):
@@ -666,7 +667,7 @@ def test_tools_and_agents(tmp_path, monkeypatch, capsys, flags):
     (tmp_path / "rows.jsonl").write_text('{"prompt": "Where is Ann?"}\n{"prompt": "Where is Bob?"}\n')
     monkeypatch.chdir(tmp_path)
     more = ["--max-total-tokens", "400", "--data", "rows.jsonl"]
-    assert main(["grpo", "tiny", *(EPISODES if "--tools" in flags else SHORT[:8]), *more, *flags]) == 0
+    assert main(["grpo", "tiny", *(EPISODES if "--tools" in flags else THREE_STEPS), *more, *flags]) == 0
     assert "step 3/3  reward" in capsys.readouterr().out
 
 
@@ -734,6 +735,6 @@ def test_weights_for_a_replay_are_of_grpo_alone(capsys, method):
 
 def test_rows_without_the_field_of_the_curriculum_are_refused(tmp_path, capsys):
     (tmp_path / "rows.jsonl").write_text('{"prompt": "1 + 1", "answer": 2, "level": 1}\n{"prompt": "1 + 2", "answer": 3}\n')
-    assert main(["grpo", "tiny", *SHORT[:8], "--data", str(tmp_path / "rows.jsonl"), "--curriculum", "level", "--out",
+    assert main(["grpo", "tiny", *THREE_STEPS, "--data", str(tmp_path / "rows.jsonl"), "--curriculum", "level", "--out",
                  str(tmp_path)]) == 1
     assert "row 2 has no such field" in capsys.readouterr().err

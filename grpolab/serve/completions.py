@@ -46,14 +46,14 @@ class CompletionResponse:
         service, request = self.service, self.request
         if service.stopping:
             raise Refused(503, "the service is shutting down")
-        rows = request.n * (1 if isinstance(request, ChatRequest) else len(request.prompt))
-        if rows > (most := service.options.max_rows):
-            raise Refused(400, f"this request asks for {rows} completions, and this service takes {most} at a time", "n")
-        self._most_tokens(self._least_tokens(), "at least ")
+        rows, max_rows = request.n * (1 if isinstance(request, ChatRequest) else len(request.prompt)), service.options.max_rows
+        if rows > max_rows:
+            raise Refused(400, f"this request asks for {rows} completions, and this service takes {max_rows} at a time", "n")
+        self._room(self._least_tokens(), has="at least ")
         self.prompts = await self._tokenised()
         if self.constrained:
             await self._constrain()
-        most = self._most_tokens(max(len(p.ids) for p in self.prompts))
+        most = self._most_tokens()
         await service.admit(rows)
         self._choose_weights()
         if isinstance(request, TextRequest) and request.echo:
@@ -140,17 +140,23 @@ class CompletionResponse:
         except ValueError as error:
             raise Refused(400, str(error), "response_format" if request.response_format else "tool_choice") from None
 
-    def _most_tokens(self, longest: int, at_least: str = "") -> int:
-        """Tokens that a completion of the longest prompt may take; Refused, with the numbers, where they do not fit. `at_least`
-        where it has this many tokens or more, and they are not yet counted."""
-        most, context = None if at_least else self.request.max_tokens, self.service.sampler.context
+    def _room(self, longest: int, most: int | None = None, has: str = "") -> int:
+        """Tokens that are left behind the longest prompt; Refused, with the numbers, where there is none, or not `most`. `has`
+        stands before the number of the prompt's."""
+        context = self.service.sampler.context
         context = min(context, self.session.limit or context)
         room = context - longest
         if room < (1 if most is None else most):
             also = "" if most is None else f" and {most} for the completion"
             remedy = "shorten it" if room < 1 else f"shorten it, or ask for at most {room}"
-            raise Refused(400, f"the context is {context} tokens here, and the request has {at_least}{longest} in its "
+            raise Refused(400, f"the context is {context} tokens here, and the request has {has}{longest} in its "
                                f"prompt{also}: {remedy}", self.request.prompt_field, "context_length_exceeded")
+        return room
+
+    def _most_tokens(self) -> int:
+        """Tokens that a completion may take; Refused where they do not fit."""
+        most = self.request.max_tokens
+        room = self._room(max(len(p.ids) for p in self.prompts), most)
         default = room if isinstance(self.request, ChatRequest) else openai_schema.COMPLETION_TOKENS
         return most or min(room, self.session.max_tokens or default)
 

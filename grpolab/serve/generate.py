@@ -54,9 +54,9 @@ class GenerateRequest(TextRequest):
 
 
 class GenerateResponse(CompletionResponse):
-    def _most_tokens(self, longest: int, at_least: str = "") -> int:
-        room = self.service.sampler.context - longest
-        return min(self.request.max_tokens or COMPLETION_TOKENS, room) if room > 0 else super()._most_tokens(longest, at_least)
+    def _most_tokens(self) -> int:
+        room = self.service.sampler.context - len(self.prompts[0].ids)
+        return min(self.request.max_tokens or COMPLETION_TOKENS, room) if room > 0 else super()._most_tokens()
 
     def _answer(self, rollouts: Sequence[Rollout], read: Sequence[tuple[ParsedTurn, str | None]]) -> dict:
         return {
